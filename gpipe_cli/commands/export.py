@@ -17,7 +17,7 @@ from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.base_weights import base_of_snapshot
 from gpipe_cli.run.export import hf_directory
 from gpipe_cli.run.inference_spec import METADATA_KEY, SPEC_FILE, spec_of_run
-from gpipe_cli.run.snapshot_choice import AT, choose_snapshot
+from gpipe_cli.run.saved_run import AT, choose_snapshot
 from gpipe_cli.training.snapshot.contents import decode_tensors
 from gpipe_cli.training.snapshot.durable import write_file
 from gpipe_cli.training.snapshot.file_names import MODEL

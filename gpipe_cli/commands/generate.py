@@ -7,47 +7,28 @@ import sys
 import time
 from collections.abc import Iterator
 
-from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.config.schema import GenerateConfig
-from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.output import print_status, print_text
-from gpipe_cli.run.components import starts_ranks
 from gpipe_cli.run.generation import Sampling, TextFormat, TextStream, generate
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank
-from gpipe_cli.run.snapshot_choice import ChosenSnapshot
-from gpipe_cli.run.trained import (
-    build_trained,
-    snapshot_of,
-    trained_engine,
-    weights_name,
-    with_saved_settings,
-)
-from gpipe_cli.training.signals import StopRequested, stop_requests
+from gpipe_cli.run.trained import TrainedModel, use_trained, with_saved_settings
 
 STDIN = "-"
 MAX_PROMPT_BYTES = 2**24
 
 
 def run(settings: GenerateConfig, job: Job) -> Summary:
-    settings = with_saved_settings(settings, job)
-    settings = settings_for_rank(settings, job)
-    with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
-        return _generate(settings, job, snapshot_of(settings, job, world), world)
+    with use_trained(with_saved_settings(settings, job), job) as trained:
+        return _generate(trained)
 
 
-def _generate(settings: GenerateConfig, job: Job, snapshot: ChosenSnapshot | None, world: World) -> Summary:
-    parts = build_trained(settings, job, snapshot, world)
+def _generate(trained: TrainedModel[GenerateConfig]) -> Summary:
+    settings, world = trained.settings, trained.world
+    parts = trained.build()
     text = TextFormat.of(parts.loader)
-    source = {"weights": weights_name(settings, snapshot), "command": job.line}
-    if job.dry_run:
-        if not job.json:
-            print_partitions(parts.partitions)
-        return {"partitions": parts.partitions, **source}
-    if starts_ranks(settings):
-        return run_in_ranks(settings, job, parts)
+    if (summary := trained.run_elsewhere(parts)) is not None:
+        return summary
     given = _read_prompt(settings.prompt) if world.is_rank_zero else ""
     prompt = json.loads(world.from_rank_zero(json.dumps(text.encode(given) if world.is_rank_zero else [])))
     context = text.context
@@ -57,17 +38,11 @@ def _generate(settings: GenerateConfig, job: Job, snapshot: ChosenSnapshot | Non
         )
     stream = TextStream(text.tokenizer, prompt)
     sampling = Sampling(settings.temperature, settings.top_k, settings.seed)
-    shows = world.is_rank_zero and not job.json
-    try:
-        with (
-            trained_engine(settings, parts, snapshot, world) as engine,
-            stop_requests(agree=world.max, patient=world.size > 1) as stops,
-        ):
-            began = time.perf_counter()
-            new = generate(engine, text, prompt, settings.tokens, sampling)
-            _print(stream, stops.until_stopped(new), shows=shows)
-    except StopRequested as request:
-        raise request.error(f"stopped by {request.reason}") from request
+    shows = world.is_rank_zero and not trained.job.json
+    with trained.engine(parts) as (engine, stops):
+        began = time.perf_counter()
+        new = generate(engine, text, prompt, settings.tokens, sampling)
+        _print(stream, stops.until_stopped(new), shows=shows)
     seconds = time.perf_counter() - began
     count = len(stream.tokens)
     ended = stream.tokens[-1] in text.tokenizer.ends
@@ -82,7 +57,7 @@ def _generate(settings: GenerateConfig, job: Job, snapshot: ChosenSnapshot | Non
         "prompt_tokens": len(prompt),
         "tokens_per_second": count / seconds,
         "seconds": seconds,
-        **source,
+        **trained.source,
     }
 
 

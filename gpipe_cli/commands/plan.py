@@ -154,12 +154,8 @@ def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned
 def _curve_text(curve: Sequence[dict[str, float]]) -> str:
     """The bubble of searched orders that may keep some share of what the usual schedule keeps."""
     points = (f"{point['share']:.2g} x {100 * point['bubble']:.1f} %" for point in curve)
-    usual = format_bytes(_usual_bytes(curve))
+    usual = format_bytes(curve[-1]["bytes"] / curve[-1]["share"])
     return f"{', '.join(points)} (1 x is {usual} of activations, as 1f1b or interleaved keeps)"
-
-
-def _usual_bytes(curve: Sequence[dict[str, float]]) -> float:
-    return curve[-1]["bytes"] / curve[-1]["share"]
 
 
 def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: StepTimeline | None) -> None:

@@ -9,33 +9,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.config.overrides import override_group
 from gpipe_cli.config.schema import PredictConfig
-from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.launch.rank_setup import is_main_process, is_rank
-from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.output import print_status, print_text
 from gpipe_cli.report.tables import csv_text, print_predictions
-from gpipe_cli.run.components import starts_ranks
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.inference_spec import SEGMENTATION, InferenceSpec
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.prediction import MaskFolder, Predictor, Row, check_out, open_inputs
 from gpipe_cli.run.prediction_input import find_files
-from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank
-from gpipe_cli.run.snapshot_choice import ChosenSnapshot
-from gpipe_cli.run.trained import (
-    build_trained,
-    saved_spec,
-    snapshot_of,
-    trained_engine,
-    weights_name,
-    with_saved_settings,
-)
+from gpipe_cli.run.trained import TrainedModel, saved_spec, use_trained, with_saved_settings
 from gpipe_cli.safe_files import writing
-from gpipe_cli.training.signals import StopRequested, stop_requests
 from gpipe_cli.training.snapshot.durable import write_file
 
 PROGRESS_SECONDS = 5
@@ -46,10 +32,8 @@ def run(settings: PredictConfig, job: Job) -> Summary:
     _check_data_keys(job, spec)
     # With a spec the data is not built, so nothing of it has to be allowed.
     settings = with_saved_settings(settings, job, ignored=() if spec is None else ("data", "allow"))
-    settings = replace(settings, data_parallel=1)
-    settings = settings_for_rank(settings, job)
-    with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
-        summary = _predict(settings, job, snapshot_of(settings, job, world), spec, world)
+    with use_trained(replace(settings, data_parallel=1), job) as trained:
+        summary = _predict(trained, spec)
     if job.rank is None and is_main_process() and not job.dry_run:
         _show(summary, settings, job)
     return summary
@@ -63,46 +47,30 @@ def _check_data_keys(job: Job, spec: InferenceSpec | None) -> None:
             )
 
 
-def _predict(
-    settings: PredictConfig,
-    job: Job,
-    snapshot: ChosenSnapshot | None,
-    spec: InferenceSpec | None,
-    world: World,
-) -> Summary:
+def _predict(trained: TrainedModel[PredictConfig], spec: InferenceSpec | None) -> Summary:
+    settings, world = trained.settings, trained.world
     files = find_files(settings.input, world)
     spec = InferenceSpec.of(settings, make_loader(settings)) if spec is None else spec
     if not is_rank():
         check_out(spec, settings.out)
-    parts = build_trained(settings, job, snapshot, world, spec.data())
+    parts = trained.build(spec.data())
     inputs = open_inputs(spec, files, parts.loader.transforms.test)
-    source = {"weights": weights_name(settings, snapshot), "command": job.line}
-    if job.dry_run:
-        if not job.json:
-            print_partitions(parts.partitions)
-        return {"partitions": parts.partitions, "inputs": len(inputs), **source}
-    if starts_ranks(settings):
-        return run_in_ranks(settings, job, parts)
+    if (summary := trained.run_elsewhere(parts, inputs=len(inputs))) is not None:
+        return summary
     masks = None
     if spec.task == SEGMENTATION and world.is_rank_zero:
         masks = MaskFolder.create(Path(str(settings.out)))
     began = time.perf_counter()
-    try:
-        with (
-            trained_engine(settings, parts, snapshot, world) as engine,
-            stop_requests(agree=world.max, patient=world.size > 1) as stops,
-        ):
-            predictor = Predictor(engine, spec, world, settings.top, masks)
-            predicted = stops.until_stopped(predictor.predict(inputs, settings.batch_size))
-            rows = list(_with_progress(predicted, len(inputs)) if world.is_rank_zero else predicted)
-    except StopRequested as request:
-        raise request.error(f"stopped by {request.reason}") from request
+    with trained.engine(parts) as (engine, stops):
+        predictor = Predictor(engine, spec, world, settings.top, masks)
+        predicted = stops.until_stopped(predictor.predict(inputs, settings.batch_size))
+        rows = list(_with_progress(predicted, len(inputs)) if world.is_rank_zero else predicted)
     failed = [row for row in rows if "error" in row]
     return {
         "predictions": [row for row in rows if "error" not in row],
         "failed": failed,
         "seconds": time.perf_counter() - began,
-        **source,
+        **trained.source,
     }
 
 

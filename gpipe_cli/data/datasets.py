@@ -1,4 +1,5 @@
-"""What a dataset is to gpipe, and what the dataset files share: the keys of all, seeds, and images in memory.
+"""What a dataset is to gpipe, and what the dataset files share: the keys of all, seeds, images in memory, and a
+part of the training samples that is held out.
 
 A dataset builder returns one `Data`: training samples, held-out samples, and what a model or transform must know.
 """
@@ -9,7 +10,7 @@ import gzip
 import math
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, final, runtime_checkable
@@ -23,6 +24,9 @@ from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.safe_files import open_regular
 from gpipe_cli.values import check_whole_number
+
+DEFAULT_FRACTION = 0.1
+"""Of the training samples, where the data has nothing else to evaluate on."""
 
 
 class Samples(Protocol):
@@ -164,3 +168,89 @@ def read_bytes(path: Path, limit: int) -> bytearray:
             return bytearray((gzip.open(file) if path.suffix == ".gz" else file).read(limit))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged or unreadable ({error})") from error
+
+
+@runtime_checkable
+class MeasuredSamples(Protocol):
+    """Samples whose inputs are normalized by statistics, which must be those of the samples that are trained on."""
+
+    def mean_and_std(self, indices: Tensor, /) -> tuple[tuple[float, ...], tuple[float, ...]]: ...
+
+
+@final
+@dataclass(frozen=True)
+class SplitData:
+    data: Data
+    validation: Samples | None
+    """The part that is held out; None if there is none."""
+    note: str | None
+
+
+def hold_out(data: Data, fraction: float | None, seed: int) -> SplitData:
+    """Divide the training samples, if `fraction` says so or the data has no test set.
+
+    The held-out part is the test set of data without one. Otherwise training evaluates on it, and leaves the test set
+    to `gpipe eval`. Which samples it holds depends on the seed alone, so every rank, engine and resumed run holds out
+    the same ones.
+    """
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError(
+            f"data.validation={fraction}: must be between 0 and 1, or null; 0.1 holds out a tenth of the samples"
+        )
+    if fraction is None and data.test is not None:
+        return SplitData(_measured(data, torch.arange(len(data.train))), None, None)
+    fraction = DEFAULT_FRACTION if fraction is None else fraction
+    length = len(data.train)
+    if length < 2:
+        raise DataError(f"data.validation={fraction}: a single sample cannot be divided; give at least 2")
+    count = min(max(round(length * fraction), 1), length - 1)
+    order = torch.randperm(length, generator=generator_for(seed, "validation"))
+    # The longest sample stays: the model is traced, and its memory estimated, with it.
+    order = torch.cat([order[order != data.longest], torch.tensor([data.longest])])
+    held_out, kept = (part.sort().values for part in (order[:count], order[count:]))
+    validation = subset(data.train, held_out)
+    data = _measured(data, kept)
+    note = (
+        f"data.validation={fraction}: holding out {count} of {length} training samples, chosen by seed={seed}"
+    )
+    if data.tokenizer is not None:
+        note += "; its windows of text may overlap with others, those that data.held_out holds out do not"
+    divided = replace(
+        data,
+        train=subset(data.train, kept),
+        test=validation if data.test is None else data.test,
+        longest=int(torch.searchsorted(kept, data.longest)),
+    )
+    return SplitData(divided, validation, note)
+
+
+def _measured(data: Data, kept: Tensor) -> Data:
+    if not isinstance(data.train, MeasuredSamples):
+        return data
+    mean, std = data.train.mean_and_std(kept)
+    return replace(data, mean=mean, std=std)
+
+
+def subset(samples: Samples, indices: Tensor) -> Samples:
+    """The samples with these indices, which load batches at once if the samples do."""
+    return (
+        _BatchedSubset(samples, indices) if isinstance(samples, BatchedSamples) else _Subset(samples, indices)
+    )
+
+
+class _Subset:
+    def __init__(self, samples: Samples, indices: Tensor) -> None:
+        self._samples, self._indices = samples, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> tuple[ModelInput, Tensor | int]:
+        return self._samples[int(self._indices[index])]
+
+
+@final
+class _BatchedSubset(_Subset):
+    def batch(self, indices: Tensor) -> tuple[ModelInput, Tensor]:
+        assert isinstance(self._samples, BatchedSamples), "as `subset` chose"
+        return self._samples.batch(self._indices[indices])

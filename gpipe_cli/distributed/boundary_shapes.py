@@ -33,7 +33,7 @@ from gpipe_cli.sequential.without_storage import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
-from gpipe_cli.torch_internals.tensor_memory import is_view, storage_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 
 @final
@@ -52,7 +52,7 @@ class TensorSpec:
             tuple(tensor.shape),
             tensor.dtype,
             tensor.requires_grad,
-            storage_of(tensor) in shared or (is_view(tensor) and tensor.requires_grad),
+            storage_of(tensor) in shared,
         )
 
     def example(self) -> Tensor:

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Self, final
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -87,9 +86,7 @@ class ProgressPanel:
         self._ticker.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed.set()
         self._ticker.join()
         with self._terminal, self._lock:

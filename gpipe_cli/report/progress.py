@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self, final
 
 from gpipe_cli.report.output import print_status
@@ -45,9 +44,7 @@ class ProgressLines:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def step(self, step: ShownStep) -> None:

@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Protocol, Self, final
 
 from gpipe_cli.report.formatting import format_value
@@ -67,9 +66,7 @@ class ShownEvaluation:
 
 class ProgressDisplay(Protocol):
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
     def step(self, step: ShownStep) -> None:
         """Show that a training step is done."""
 

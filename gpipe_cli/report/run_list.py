@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.errors import RunError
-from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number, watched_metric
+from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number, parse_or_none, watched_metric
 from gpipe_cli.run_state import LOCK_NAME, OUTCOME, run_state
-from gpipe_cli.safe_files import parse_json, read_regular
+from gpipe_cli.safe_files import read_regular
 from gpipe_cli.values import lower_is_better
 
 DAMAGED = "damaged"
@@ -144,20 +144,13 @@ def _metric_rows(directory: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
     # A run that is training, or was killed, may leave half a line at the end.
     lines = content.split(b"\n")[:-1]
     parsed = [
-        _parse(line)
+        parse_or_none(line)
         for number, line in enumerate(lines)
         if b'"eval"' in line or number >= len(lines) - LAST_ROWS
     ]
     rows: list[Mapping[str, Any]] = [row for row in parsed if isinstance(row, dict)]
     damaged = len(parsed) - len(rows)
     return rows, [f"{METRICS}: {damaged} damaged lines"] if damaged else []
-
-
-def _parse(line: bytes) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError:
-        return None
 
 
 def _changed_and_size(directory: Path) -> tuple[float, int]:

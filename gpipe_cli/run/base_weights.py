@@ -13,8 +13,8 @@ from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.errors import RunError
 from gpipe_cli.huggingface import CONFIG
 from gpipe_cli.sequential.without_storage import UnloadedParameter
-from gpipe_cli.training.snapshot.base_files import BaseFiles, digest_files
 from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot
+from gpipe_cli.training.snapshot.record import BaseFiles, digest_files
 
 
 @final

@@ -53,7 +53,6 @@ from gpipe_cli.run.components import (
     traits_of_engine,
 )
 from gpipe_cli.run.data import BatchLoader, make_loader
-from gpipe_cli.run.metrics import metrics_of
 from gpipe_cli.run.model import ConfiguredModel, build_deferred, build_without_storage, make_model
 from gpipe_cli.run.optimizer import optimizer_factory, parameter_groups
 from gpipe_cli.run.task_check import LEAST_ROWS, check_task, with_least_rows
@@ -64,6 +63,7 @@ from gpipe_cli.run.training_step import (
     make_memory,
     make_pipeline_spec,
     make_sample,
+    metrics_of,
     sample_must_fit,
 )
 from gpipe_cli.schedule import names, one_f_one_b

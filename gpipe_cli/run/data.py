@@ -11,10 +11,9 @@ from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
 from gpipe_cli.config.schema import CostConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
-from gpipe_cli.data.datasets import Data, Samples
+from gpipe_cli.data.datasets import Data, Samples, hold_out
 from gpipe_cli.data.loading import BatchFetcher, BatchRequest, batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms
-from gpipe_cli.data.validation import hold_out
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError

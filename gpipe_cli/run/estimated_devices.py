@@ -13,7 +13,7 @@ from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.device_costs import DeviceRun, LayerUpdate, estimate_costs
-from gpipe_cli.plan.devices import DEVICES, DeviceSpec, is_elsewhere, own_device
+from gpipe_cli.plan.devices import DEVICES, is_elsewhere, own_device
 from gpipe_cli.plan.links import Link
 from gpipe_cli.plan.measured import MicroBatchSize
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
@@ -99,7 +99,9 @@ def estimated_devices(settings: PlanConfig) -> EstimatedDevices | None:
     given = _given(settings)
     if not given:
         return None
-    specs = [_spec(device, key) for device, key in given]
+    specs = [
+        own_device(device, key) if isinstance(device, Mapping) else DEVICES[device] for device, key in given
+    ]
     replicas = settings.data_parallel
     for spec, (device, _) in zip(specs, given, strict=True):
         if (refusal := spec.refusal(settings.precision, tensor_cores=settings.tensor_cores)) is not None:
@@ -165,10 +167,6 @@ def _given(settings: PlanConfig) -> list[tuple[Any, str]]:
     if isinstance(devices, list) and all(map(is_elsewhere, devices)):
         return [(device, f"devices[{place}]") for place, device in enumerate(devices)]
     return []
-
-
-def _spec(device: Any, key: str) -> DeviceSpec:
-    return own_device(device, key) if isinstance(device, Mapping) else DEVICES[device]
 
 
 def _name(device: Any) -> str:

@@ -1,5 +1,6 @@
 """Build the configured model as a sequence of layers: as it is, from a list of layers, or by tracing it.
 
+model.weights=FILE names the weights that it starts from, and model.new_head=true makes it one for other classes.
 model.layers=[conv1, bn1, layer1, avgpool, {call: torch.flatten, start_dim: 1}, fc]
 model.allow_unused=true
 model.leaves=[encoder.attention]
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -24,16 +25,21 @@ from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, or_list
-from gpipe_cli.models.weights import LoadedWeights
+from gpipe_cli.models.weights import LoadedWeights, load_weights
 from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import BaseWeights, base_weights
 from gpipe_cli.run.data import BatchLoader
-from gpipe_cli.run.initial_weights import FILE, WEIGHTS_KEYS, check_weights_keys, load_initial_weights
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
 from gpipe_cli.sequential.selection import FrozenParameters, freeze, tracks_statistics
-from gpipe_cli.sequential.without_storage import drop_storage, load_parameters, without_storage
+from gpipe_cli.sequential.without_storage import (
+    UnloadedParameter,
+    drop_storage,
+    load_parameters,
+    without_storage,
+)
+from gpipe_cli.tensor_files.weights_file import read_weights
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, NotDeferrable, tensors_in_attributes
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
@@ -41,6 +47,9 @@ SEQUENCE_KEYS = ("layers", "leaves")
 """Keys of `model` that say how to make a sequence of it."""
 UNUSED = "allow_unused"
 """The key of `model` that lets `layers` leave out parameters."""
+FILE, NEW_HEAD = "weights", "new_head"
+WEIGHTS_KEYS = (FILE, NEW_HEAD)
+"""Keys of `model` that name the weights it starts from, unless it reads them in its own way."""
 OWN_KEYS = (*SEQUENCE_KEYS, UNUSED, *WEIGHTS_KEYS)
 """Keys of `model` that gpipe uses itself, unless the model's own target takes them."""
 
@@ -244,3 +253,60 @@ def _layer(item: Any, key: str) -> Any:
         raise ConfigError(f"{key}.call={name}: not allowed here; {or_list(str(name), FUNCTIONS)}")
     arguments = {argument: value for argument, value in item.items() if argument != "call"}
     return partial(FUNCTIONS[name], **arguments)
+
+
+def check_weights_keys(keys: Mapping[str, Any]) -> None:
+    """Check `model.weights` and `model.new_head` before the model is built."""
+    file, new_head = keys.get(FILE), keys.get(NEW_HEAD, False)
+    if not isinstance(file, str | None):
+        raise ConfigError(f"model.{FILE}={file}: expected the path of a file")
+    if not isinstance(new_head, bool):
+        raise ConfigError(f"model.{NEW_HEAD}={new_head}: expected true or false")
+    if new_head and file is None:
+        raise ConfigError(
+            f"model.{NEW_HEAD}=true: replaces the head of a file, and model.{FILE} is not given"
+        )
+
+
+def load_initial_weights(
+    model: nn.Sequential, keys: Mapping[str, Any], build: Callable[[int], nn.Module] | None, classes: int
+) -> LoadedWeights | None:
+    """Load the file that the keys name, if any.
+
+    build: makes the same model for another number of classes; None if it cannot.
+    """
+    path = keys.get(FILE)
+    if path is None:
+        return None
+    if any(isinstance(parameter, UnloadedParameter) for parameter in model.parameters()):
+        raise ConfigError(
+            f"model.{FILE}={path}: this model reads its weights from the files in model.path; leave model.{FILE} out, "
+            "or start from it alone with model.init=random"
+        )
+    head = partial(head_tensors, model, build, classes)
+    return load_weights(model, read_weights(path), path, head=head, new_head=keys.get(NEW_HEAD, False))
+
+
+def head_tensors(model: nn.Module, build: Callable[[int], nn.Module] | None, classes: int) -> Collection[str]:
+    """The names of the tensors that score classes: those that differ in a model for one class more.
+
+    Where no other model can be built, those of the last module with an output for each class.
+    """
+    expected = model.state_dict()
+    other = {} if build is None else _outline(build, classes + 1)
+    head = {name for name, tensor in expected.items() if name in other and other[name].shape != tensor.shape}
+    if head:
+        return head
+    scoring = [name for name, tensor in expected.items() if tensor.shape[:1] == (classes,)]
+    last = scoring[-1].rpartition(".")[0] if scoring else None
+    return {name for name in expected if name.rpartition(".")[0] == last}
+
+
+def _outline(build: Callable[[int], nn.Module], classes: int) -> Mapping[str, torch.Tensor]:
+    """The tensors of a model for so many classes, without their values."""
+    try:
+        # Small tensors are drawn even there, which must not change what else is drawn from the seed.
+        with torch.random.fork_rng(devices=[]), without_storage():
+            return build(classes).state_dict()
+    except (ConfigError, RuntimeError, ValueError, TypeError):  # the model accepts no other number of classes
+        return {}

@@ -21,7 +21,7 @@ from gpipe_cli.losses.measures import are_pixel_scores, main_scores
 from gpipe_cli.report.colors import CURVES
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.images import png_uri
+from gpipe_cli.report.page.predictions import png_uri
 from gpipe_cli.run.data import BatchLoader
 
 MAX_CLASSES = 1000

@@ -42,8 +42,7 @@ from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.estimated_devices import EstimatedCosts, estimated_devices
 from gpipe_cli.run.measured_devices import MeasuredDevices
 from gpipe_cli.run.offload_plan import MicroBatches, OffloadPlanner
-from gpipe_cli.run.plan_memory import PlanMemory
-from gpipe_cli.run.plan_sizes import PlanSizes
+from gpipe_cli.run.plan_memory import PlanMemory, PlanSizes
 from gpipe_cli.run.training_step import make_loss, memory_limit
 from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.own_orders import AUTO, FILE
@@ -280,7 +279,8 @@ class Planner:
         if self._memory.limit is None:
             return None
         shapes = [shape for shape in shapes if shape.checkpoint != FITTED]
-        return find(shapes, fit_of=_fits_all, keep=1).plans[0].best.step_ms
+        found = find(shapes, fit_of=lambda shape: MemoryFit({str(shape.checkpoint): None}), keep=1)
+        return found.plans[0].best.step_ms
 
     def _predicted(
         self, plan: RankedPlan, costs: LayerCosts, batch_size: int, without_limit_ms: float | None
@@ -393,7 +393,3 @@ class Planner:
     def _fixed_keys(self) -> str:
         keys = ("chunks", "schedule", "checkpoint", "partitions", "devices", "device_memory")
         return " ".join(word for word in self._overrides if override_key(word) in keys)
-
-
-def _fits_all(shape: PlanShape) -> MemoryFit:
-    return MemoryFit({str(shape.checkpoint): None})

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from gpipe_cli.data.csv_table import open_table
 from gpipe_cli.data.datasets import resize
 from gpipe_cli.data.image_folder import SUFFIXES, center_crop, read_image
-from gpipe_cli.data.table_file import open_table
 from gpipe_cli.data.transforms import Transform
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import DataError

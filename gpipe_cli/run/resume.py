@@ -44,10 +44,10 @@ from gpipe_cli.training.snapshot.manifest import (
     first_valid_snapshot,
     is_snapshot,
     newest_valid_snapshot,
+    search_together,
     snapshot_paths,
 )
 from gpipe_cli.training.snapshot.record import TrainingRecord, versions
-from gpipe_cli.training.snapshot.shared_verification import search_together
 from gpipe_cli.values import flatten
 
 FIXED_KEYS = ("model", "data", "seed", "batch_size", "optimizer._target_")

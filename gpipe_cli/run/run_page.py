@@ -33,7 +33,7 @@ from gpipe_cli.report.timeline import trace_json
 from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.generation import Sampling, TextFormat, TextStream, generate
 from gpipe_cli.run.observations import EvalObserver, predictions_json
-from gpipe_cli.run.timeline import as_step
+from gpipe_cli.run.timeline import as_step, partition_times
 from gpipe_cli.sequential import layer_class, layer_names
 from gpipe_cli.training.loop import EvalResult, StepResult
 from gpipe_cli.training.run_directory import write_json, write_text
@@ -139,7 +139,7 @@ class RunPage:
             facts |= {"ideal_step_ms": simulation.step, "ideal_bubble": simulation.bubble}
         if len(partitions) == len(partitioning.balance):
             rows = [f"partition {row['partition']} ({row['device']})" for row in self._parts.partitions]
-            facts["partitions"] = [_partition_times(timeline, index) for index in sorted(partitions)]
+            facts["partitions"] = [partition_times(timeline, index) for index in sorted(partitions)]
         else:  # the slices of an engine without partitions, which are no rows of the table of partitions
             rows = [f"slice {index}" for index in sorted(partitions)]
         write_text(self._directory / TRACE, trace_json([timeline], ideal, rows))
@@ -198,14 +198,3 @@ def _prompt(parts: RunParts) -> list[int]:
     input = parts.loader.eval_samples[0][0]
     tokens = input["input_ids"] if isinstance(input, dict) else input
     return [int(token) for token in tokens[:PROMPT_TOKENS]]
-
-
-def _partition_times(timeline: StepTimeline, index: int) -> dict[str, Any]:
-    times = timeline.partition(index)
-    return {
-        "partition": index,
-        "busy": times.busy,
-        "recompute": times.recompute,
-        "bubble": times.bubble,
-        "waiting_ms": 1000 * times.waiting,
-    }

@@ -28,8 +28,7 @@ from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.profiling.layers import has_values
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.run.data import BatchLoader
-from gpipe_cli.run.metrics import metrics_of
-from gpipe_cli.run.training_step import make_loss
+from gpipe_cli.run.training_step import make_loss, metrics_of
 from gpipe_cli.sequential import original_output
 from gpipe_cli.sequential.without_storage import meta_like
 from gpipe_cli.training.snapshot.manager import monitor_error
@@ -122,7 +121,7 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
             check_first_layer(model, input)
         return original_output(model, output_without_storage(model, input))
     except LayerMisfit as misfit:
-        if _accepts(model, map_tensors(_numbers if has_tokens else _tokens, input)):
+        if _accepts(model, map_tensors(Tensor.float if has_tokens else _tokens, input)):
             takes, has = ("numbers", "tokens") if has_tokens else ("tokens", "numbers")
             model_of_kind = "gpt" if has_tokens else "mlp"
             raise ConfigError(
@@ -148,10 +147,6 @@ def _accepts(model: nn.Sequential, input: ModelInput) -> bool:
     except LayerMisfit:
         return False
     return True
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    return tensor.float()
 
 
 def _tokens(tensor: Tensor) -> Tensor:

@@ -118,6 +118,13 @@ def as_step(simulation: Simulation) -> StepTimeline:
     )
 
 
+def partition_times(step: StepTimeline, index: int) -> dict[str, Any]:
+    """Where a partition's time went, for JSON."""
+    times = step.partition(index)
+    shares = {"busy": times.busy, "recompute": times.recompute, "bubble": times.bubble}
+    return {"partition": index, **shares, "waiting_ms": 1000 * times.waiting}
+
+
 def partition_for_timeline(settings: ProfileConfig, parts: RunParts) -> RunParts:
     """Divide the model into slices if the engine is one without partitions."""
     if traits_of_engine(settings).has_partitions:
@@ -203,16 +210,12 @@ def _summary(
         "ideal_bubble": ideal.bubble,
         "partitions": [
             {
-                "partition": index,
-                "busy": partition.busy,
-                "recompute": partition.recompute,
-                "bubble": partition.bubble,
-                "waiting_ms": 1000 * partition.waiting,
+                **partition_times(step, index),
                 "peak_saved_bytes": None if activations is None else activations[index],
                 "estimated_bytes": None if estimates is None else estimates[index],
                 "device_peak_bytes": peaks[parts.partitioning.workers[index]],
             }
-            for index, partition in enumerate(times)
+            for index in range(spec.partitions)
         ],
         **asdict(diagnosis),
         "explanation": compare_with_ideal(step, as_step(ideal), spec.cores),

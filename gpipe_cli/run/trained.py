@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar, final
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import EvalConfig, RunConfig, TrainedConfig
 from gpipe_cli.data.datasets import Data
@@ -19,29 +20,39 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
 from gpipe_cli.launch.rank_setup import is_main_process, is_rank
+from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import base_of_snapshot, check_base
 from gpipe_cli.run.build import RunParts, make_engine
 from gpipe_cli.run.components import reads_on_demand, starts_ranks
 from gpipe_cli.run.inference_spec import COMPONENTS, InferenceSpec, spec_of_run, spec_of_weights
-from gpipe_cli.run.job import Job
-from gpipe_cli.run.ranks import build_parts_in_ranks, with_heartbeat
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.ranks import (
+    build_parts_in_ranks,
+    connect,
+    run_in_ranks,
+    settings_for_rank,
+    with_heartbeat,
+)
 from gpipe_cli.run.saved_run import (
+    ChosenSnapshot,
+    choose_snapshot,
     load_into_model,
     load_on_demand,
     saved_config,
     weights_file,
     with_overrides,
 )
-from gpipe_cli.run.snapshot_choice import ChosenSnapshot, choose_snapshot
+from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 from gpipe_cli.training.snapshot.file_names import BUFFERS, MODEL
 from gpipe_cli.training.snapshot.manifest import (
+    VerifiedSnapshot,
     first_valid_snapshot,
     is_snapshot,
     run_directory_of,
+    search_together,
     snapshot_paths,
 )
-from gpipe_cli.training.snapshot.shared_verification import search_together
 
 Settings = TypeVar("Settings", bound=TrainedConfig)
 
@@ -114,35 +125,63 @@ def snapshot_of(settings: TrainedConfig, job: Job, world: World) -> ChosenSnapsh
     return None
 
 
-def weights_name(settings: TrainedConfig, chosen: ChosenSnapshot | None) -> str:
-    """The file that the weights come from."""
-    return str(settings.weights if chosen is None else weights_file(chosen.verified))
+@final
+@dataclass(frozen=True)
+class TrainedModel(Generic[Settings]):
+    """What a command needs to use a trained model in this process; `use_trained` opens it."""
 
+    settings: Settings
+    """Of this rank."""
+    job: Job
+    world: World
+    snapshot: VerifiedSnapshot | None
+    """None for a file of weights."""
 
-def build_trained(
-    settings: TrainedConfig, job: Job, chosen: ChosenSnapshot | None, world: World, data: Data | None = None
-) -> RunParts:
-    """Build the parts of the run, and load the weights, unless the engine reads them on demand.
+    @property
+    def source(self) -> Summary:
+        """For the summary: the file that the weights come from, and the command."""
+        weights = self.settings.weights if self.snapshot is None else weights_file(self.snapshot)
+        return {"weights": str(weights), "command": self.job.line}
 
-    data: used instead of the configured one.
-    """
-    parts = build_parts_in_ranks(settings, job, world, initial_weights=False, data=data)
-    if not reads_on_demand(settings):
-        snapshot = None if chosen is None else chosen.verified
-        load_into_model(parts.model, settings.weights, snapshot, parts.referenced)
-    return parts
+    def build(self, data: Data | None = None) -> RunParts:
+        """Build the parts of the run, and load the weights, unless the engine reads them on demand.
+
+        data: used instead of the configured one.
+        """
+        settings = self.settings
+        parts = build_parts_in_ranks(settings, self.job, self.world, initial_weights=False, data=data)
+        if not reads_on_demand(settings):
+            load_into_model(parts.model, settings.weights, self.snapshot, parts.referenced)
+        return parts
+
+    def run_elsewhere(self, parts: RunParts, **facts: object) -> Summary | None:
+        """The summary of ranks that this process starts, or of a dry run, which adds the facts; None: run it here."""
+        if self.job.dry_run:
+            if not self.job.json:
+                print_partitions(parts.partitions)
+            return {"partitions": parts.partitions, **facts, **self.source}
+        return run_in_ranks(self.settings, self.job, parts) if starts_ranks(self.settings) else None
+
+    @contextmanager
+    def engine(self, parts: RunParts) -> Iterator[tuple[Engine, StopRequests]]:
+        """An engine that has the weights, closed when the block ends, and what asks the block to stop before that."""
+        settings, world = self.settings, self.world
+        engine = with_heartbeat(make_engine(settings, parts), settings, parts, world)
+        try:
+            if reads_on_demand(settings):
+                load_on_demand(engine, parts.model, settings.weights, self.snapshot)
+            with stop_requests(agree=world.max, patient=world.size > 1) as stops:
+                yield engine, stops
+        except StopRequested as request:
+            raise request.error(f"stopped by {request.reason}") from request
+        finally:
+            engine.close()
 
 
 @contextmanager
-def trained_engine(
-    settings: TrainedConfig, parts: RunParts, chosen: ChosenSnapshot | None, world: World
-) -> Iterator[Engine]:
-    """An engine that has the weights, closed when the block ends."""
-    engine = with_heartbeat(make_engine(settings, parts), settings, parts, world)
-    try:
-        if reads_on_demand(settings):
-            snapshot = None if chosen is None else chosen.verified
-            load_on_demand(engine, parts.model, settings.weights, snapshot)
-        yield engine
-    finally:
-        engine.close()
+def use_trained(settings: Settings, job: Job) -> Iterator[TrainedModel[Settings]]:
+    """Connect this rank to the others, and find the weights."""
+    settings = settings_for_rank(settings, job)
+    with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
+        chosen = snapshot_of(settings, job, world)
+        yield TrainedModel(settings, job, world, None if chosen is None else chosen.verified)

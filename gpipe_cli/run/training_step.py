@@ -1,13 +1,15 @@
-"""Describe one training step from the settings, before it runs: pipeline, sample, autocast, optimizer and memory."""
+"""Describe one training step from the settings, before it runs: pipeline, sample, loss and its metrics, autocast,
+optimizer and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.accelerator.determinism import report_nondeterministic_operator
 from gpipe_cli.accelerator.devices import available_cores
@@ -18,7 +20,8 @@ from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import CostConfig, ModelConfig, PlanConfig, RunConfig
 from gpipe_cli.engines.training_loss import DTYPES
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.loss import LossFunction
+from gpipe_cli.losses.measures import Measure, measure_of
+from gpipe_cli.pipeline.loss import LossFunction, row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
@@ -29,6 +32,12 @@ from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.values import parse_bytes
+
+RESERVED = (
+    *("step", "epoch", "split", "loss", "loss_mean", "loss_min", "loss_max", "lr"),
+    *("samples_per_second", "seconds", "grad_norm"),
+)
+"""Columns of metrics.jsonl that are no metrics of a loss."""
 
 
 def make_pipeline_spec(
@@ -120,3 +129,58 @@ def trained_bytes(settings: ModelConfig, model: nn.Sequential) -> TrainedBytes:
 def with_gradient(state: StateBytes) -> TrainedBytes:
     """Bytes of a parameter with its gradient and its optimizer state."""
     return lambda parameter: 2 * parameter.nbytes + state.get(parameter, 0)
+
+
+@runtime_checkable
+class LossWithMetrics(Protocol):
+    """A loss of your own, whose metrics are means, as is usual. Those of the losses of gpipe are sums."""
+
+    def __call__(self, output: Any, target: Tensor, /) -> Tensor: ...
+    def metrics(self, output: Any, target: Tensor, /) -> Mapping[str, Any]:
+        """By name, the mean over the given samples, or a tensor with the value of each sample.
+
+        If the loss has `row_weights`, the mean over what it counts.
+        """
+
+
+def metrics_of(loss: object) -> Measure:
+    """The function that measures outputs, for an engine: it returns sums over what the loss is a mean of, which do not
+    depend on how samples are divided into batches."""
+    return partial(_sums, loss) if isinstance(loss, LossWithMetrics) else measure_of(loss)
+
+
+def _sums(loss: LossWithMetrics, output: Any, target: Tensor) -> dict[str, float]:
+    weights = row_weights(loss, target, len(target))
+    metrics = loss.metrics(output, target)
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"{_method(loss)}: must return a dict of names and values, not a {type(metrics).__name__}"
+        )
+    if taken := [name for name in metrics if name in RESERVED]:
+        raise ConfigError(
+            f"{_method(loss)}: '{taken[0]}' is the name of another column of metrics.jsonl; choose another"
+        )
+    return {str(name): _sum(loss, name, value, weights) for name, value in metrics.items()}
+
+
+def _sum(loss: LossWithMetrics, name: Any, value: Any, weights: Tensor) -> float:
+    total = float(weights.sum())
+    if total == 0:  # the mean of nothing may be nan
+        return 0.0
+    values = (
+        torch.as_tensor(value, dtype=torch.float64).detach()
+        if isinstance(value, int | float | Tensor)
+        else None
+    )
+    if values is not None and values.dim() == 0:
+        return float(values) * total
+    if values is not None and values.shape == weights.shape:
+        return float((values * weights.to(values)).sum())
+    given = f"a tensor of shape {list(values.shape)}" if values is not None else f"a {type(value).__name__}"
+    raise ConfigError(
+        f"{_method(loss)}: '{name}' must be a mean over the samples or a value for each of {len(weights)}, not {given}"
+    )
+
+
+def _method(loss: object) -> str:
+    return f"loss._target_={type(loss).__module__}.{type(loss).__qualname__}.metrics"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.data import table_file
+from gpipe_cli.data import csv_table
 from gpipe_cli.data.csv_table import TableSamples, build
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.errors import ConfigError, DataError
@@ -160,7 +160,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table_file, "MAX_LINE", 100)
+    monkeypatch.setattr(csv_table, "MAX_LINE", 100)
     with pytest.raises(DataError, match=r"table\.csv, line 1: has more than 100 characters"):
         table(tmp_path, b"a" * 200)
 

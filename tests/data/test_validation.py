@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import BatchedSamples, Data, Samples
-from gpipe_cli.data.validation import SplitData, hold_out
+from gpipe_cli.data.datasets import BatchedSamples, Data, Samples, SplitData, hold_out
 from gpipe_cli.errors import ConfigError, DataError
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.cross_entropy import CrossEntropy
 from gpipe_cli.losses.measures import accuracy
-from gpipe_cli.run.metrics import metrics_of
+from gpipe_cli.run.training_step import metrics_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "your_own_parts" / "myparts.py"
 OUTPUT = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))

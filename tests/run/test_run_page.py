@@ -14,7 +14,7 @@ from torch import Tensor
 from gpipe_cli.data.datasets import Data, ImageSamples
 from gpipe_cli.data.transforms import Transforms
 from gpipe_cli.distributed.world import World
-from gpipe_cli.report.page.images import as_png_uri
+from gpipe_cli.report.page.predictions import as_png_uri
 from gpipe_cli.run import run_page
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.observations import MAX_CLASSES, EvalObserver, predictions_json

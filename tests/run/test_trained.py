@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.commands import eval as evaluation
 from gpipe_cli.distributed.world import World
 from gpipe_cli.run import components, trained
-from gpipe_cli.training.snapshot import manifest, shared_verification
+from gpipe_cli.training.snapshot import manifest
 
 ALLOW = "allow=[tiny_for_tests]"
 
@@ -31,7 +30,7 @@ def test_ranks_share_the_verification_and_their_launcher_leaves_it_to_them(
     read: list[Path] = []
     shares: list[tuple[int, int]] = []
     launched: list[Any] = []
-    read_verified, verify_part = manifest._read_verified, shared_verification.verify_part
+    read_verified, verify_part = manifest._read_verified, manifest.verify_part
 
     def reading(path: Path, *rest: Any, **more: Any) -> Any:
         read.append(path)
@@ -42,8 +41,8 @@ def test_ranks_share_the_verification_and_their_launcher_leaves_it_to_them(
         verify_part(snapshot, part, parts)
 
     monkeypatch.setattr(manifest, "_read_verified", reading)
-    monkeypatch.setattr(shared_verification, "verify_part", verifying)
-    monkeypatch.setattr(evaluation, "run_in_ranks", lambda *given: launched.append(given) or {})
+    monkeypatch.setattr(manifest, "verify_part", verifying)
+    monkeypatch.setattr(trained, "run_in_ranks", lambda *given: launched.append(given) or {})
 
     launcher = gpipe("eval", "run=run", ALLOW, "engine=processes")
     assert launcher.code == 0 and not read and "damaged" not in launcher.err, launcher.err

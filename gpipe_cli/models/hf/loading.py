@@ -166,13 +166,9 @@ def _tensors_in(path: Path) -> dict[str, StoredTensor]:
     except (BadTensors, OSError) as error:
         raise RunError(f"{path}: damaged, or not a safetensors file: {error}") from error
     return {
-        key: StoredTensor(key, outline, _reader(file, path, key), path)
+        key: StoredTensor(key, outline, partial(_read, file, path, key), path)
         for key, outline in file.outlines.items()
     }
-
-
-def _reader(file: TensorFile, path: Path, key: str) -> Callable[[], Tensor]:
-    return partial(_read, file, path, key)
 
 
 def _read(file: TensorFile, path: Path, key: str) -> Tensor:

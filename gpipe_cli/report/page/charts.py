@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, final
 
@@ -148,23 +148,39 @@ def draw_chart(
     caption: Html,
     hover: str,
 ) -> Html:
-    """hover: the JSON that the script reads."""
-    return tag(
-        "figure",
-        {"class": "chart"},
-        tag("figcaption", None, caption),
-        tag(
-            "div",
-            {"class": "plot", "data-hover": hover},
-            _vertical_axis(metric, vertical),
-            tag(
-                "svg",
-                {"class": "area", "role": "img", "aria-label": title},
-                *_drawing(lines, horizontal, vertical),
-            ),
-            _horizontal_axis(horizontal),
-        ),
+    def label(tick: float) -> str:
+        return f"{100 * tick:.4g} %" if format_value(metric, tick).endswith("%") else f"{tick:.6g}"
+
+    def step(tick: float) -> str:
+        return f"{tick:.0f}" if tick == round(tick) else ""
+
+    drawing = _drawing(lines, horizontal, vertical)
+    return chart_figure(title, caption, drawing, horizontal, vertical, step, label, hover)
+
+
+def chart_figure(
+    title: str,
+    caption: Html,
+    drawing: Iterable[Html],
+    horizontal: Scale,
+    vertical: Axis,
+    across: Callable[[float], str],
+    up: Callable[[float], str],
+    hover: str | None = None,
+) -> Html:
+    """A drawing on a grid, with its axes; across, up: the labels of their ticks; hover: JSON for the script."""
+    heights = [(f"{100 * (1 - vertical.share(tick)):.2f}%", up(tick)) for tick in vertical.ticks()]
+    grid = (tag("line", {"class": "grid", "x2": "100%", "y1": y, "y2": y}) for y, _ in heights)
+    labels = (tag("text", {"x": "100%", "y": y}, label) for y, label in heights)
+    steps = (
+        tag("text", {"x": f"{100 * horizontal.share(tick):.2f}%", "y": 14}, label)
+        for tick in horizontal.ticks()
+        if (label := across(tick))
     )
+    area = tag("svg", {"class": "area", "role": "img", "aria-label": title}, *grid, *drawing)
+    axes = tag("svg", {"class": "up"}, *labels), area, tag("svg", {"class": "across"}, *steps)
+    plot = tag("div", {"class": "plot", **({} if hover is None else {"data-hover": hover})}, *axes)
+    return tag("figure", {"class": "chart"}, tag("figcaption", None, caption), plot)
 
 
 def _legend(lines: Sequence[ChartLine]) -> Html:
@@ -183,10 +199,6 @@ def swatch(line: ChartLine) -> Html:
 
 
 def _drawing(lines: Sequence[ChartLine], horizontal: Scale, vertical: Axis) -> list[Html]:
-    grid = [
-        tag("line", {"class": "grid", "x2": "100%", "y1": y, "y2": y})
-        for y in (f"{100 * (1 - vertical.share(tick)):.2f}%" for tick in vertical.ticks())
-    ]
     shapes, dots = [], []
     for line in lines:
         if line.has_range:
@@ -209,7 +221,7 @@ def _drawing(lines: Sequence[ChartLine], horizontal: Scale, vertical: Axis) -> l
         "svg", {"viewBox": f"0 0 {GRID_SIZE} {GRID_SIZE}", "preserveAspectRatio": "none"}, *shapes
     )
     cross = tag("line", {"class": "cross", "y2": "100%", "visibility": "hidden"})
-    return [*grid, stretched, *dots, cross]
+    return [stretched, *dots, cross]
 
 
 def _position(step: float, value: float, horizontal: Scale, vertical: Axis) -> tuple[float, float]:
@@ -218,27 +230,6 @@ def _position(step: float, value: float, horizontal: Scale, vertical: Axis) -> t
 
 def _on_grid(positions: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{GRID_SIZE * x:.0f},{GRID_SIZE * y:.0f}" for x, y in positions)
-
-
-def _vertical_axis(metric: str, vertical: Axis) -> Html:
-    labels = []
-    for tick in vertical.ticks():
-        is_percentage = format_value(metric, tick).endswith("%")
-        label = f"{100 * tick:.4g} %" if is_percentage else f"{tick:.6g}"
-        labels.append(tag("text", {"x": "100%", "y": f"{100 * (1 - vertical.share(tick)):.2f}%"}, label))
-    return tag("svg", {"class": "up"}, *labels)
-
-
-def _horizontal_axis(horizontal: Scale) -> Html:
-    steps = [tick for tick in horizontal.ticks() if tick == round(tick)]
-    return tag(
-        "svg",
-        {"class": "across"},
-        *(
-            tag("text", {"x": f"{100 * horizontal.share(step):.2f}%", "y": 14}, f"{step:.0f}")
-            for step in steps
-        ),
-    )
 
 
 def _hover_texts(metric: str, lines: Sequence[ChartLine], horizontal: Scale) -> list[tuple[float, str]]:

@@ -20,13 +20,12 @@ from gpipe_cli.report.colors import color_style
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import metric_charts
 from gpipe_cli.report.page.comparison import Comparison
-from gpipe_cli.report.page.cost_tables import layer_table, partition_table
+from gpipe_cli.report.page.costs import layer_table, partition_table, step_timelines
 from gpipe_cli.report.page.curves import MetricCurve
 from gpipe_cli.report.page.html import Child, Html, join, tag
 from gpipe_cli.report.page.predictions import confusion, sample_gallery, text_sample
 from gpipe_cli.report.page.run_facts import RunFacts, check_table, verdict_counts
 from gpipe_cli.report.page.run_files import as_number, watched_metric
-from gpipe_cli.report.page.step_timelines import step_timelines
 from gpipe_cli.safe_files import UnsafeFile, open_regular
 
 PAGE = "report.html"
@@ -97,11 +96,11 @@ def _run_content(run: RunFacts) -> list[Child]:
     return [
         _problems(run),
         _state(run),
-        summary_cards(run),
-        _section("Metrics by step", metric_charts(run)),
+        cards(headline(run)),
+        section("Metrics by step", metric_charts(run)),
         *_results(run),
         *_details(run),
-        _section(
+        section(
             "Repeat this check" if run.command == "check" else "Repeat or continue this run",
             reproduction(run),
         ),
@@ -132,10 +131,10 @@ def _comparison_content(runs: Sequence[RunFacts]) -> list[Child]:
     same = tag("p", None, "All runs have the same settings.")
     return [
         tag("p", {"class": "path"}, f"in {comparison.folder}"),
-        _section("Results", comparison.results([headline(run) for run in comparison.runs])),
-        _section("Metrics by step", charts),
-        _section("Settings that differ", comparison.settings() or same),
-        _section("Each run", join(articles)),
+        section("Results", comparison.results([headline(run) for run in comparison.runs])),
+        section("Metrics by step", charts),
+        section("Settings that differ", comparison.settings() or same),
+        section("Each run", join(articles)),
     ]
 
 
@@ -145,10 +144,10 @@ def _results(run: RunFacts) -> list[Child]:
     at = "" if predictions is None else f" after step {predictions.step}"
     weights = [tag("p", None, tag("strong", None, f"{name}: "), text) for name, text in run.weights.items()]
     return [
-        _section("Weights", join(weights) if weights else None),
-        _section(f"Confusion matrix{at}", None if predictions is None else confusion(predictions)),
-        _section(f"Held-out samples{at}", None if predictions is None else sample_gallery(predictions)),
-        _section("Generated text", None if run.sample is None else text_sample(run.sample)),
+        section("Weights", join(weights) if weights else None),
+        section(f"Confusion matrix{at}", None if predictions is None else confusion(predictions)),
+        section(f"Held-out samples{at}", None if predictions is None else sample_gallery(predictions)),
+        section("Generated text", None if run.sample is None else text_sample(run.sample)),
     ]
 
 
@@ -156,14 +155,14 @@ def _details(run: RunFacts) -> list[Child]:
     """How the run used the machine."""
     which = "a step" if run.recorded_step is None else f"step {run.recorded_step}"
     return [
-        _section(f"Timeline of {which}", step_timelines(run)),
-        _section("Partitions", partition_table(run)),
-        _section("Layers", layer_table(run)),
-        _section("Check of the machine", check_table(run.checks) if run.checks else None),
+        section(f"Timeline of {which}", step_timelines(run)),
+        section("Partitions", partition_table(run)),
+        section("Layers", layer_table(run)),
+        section("Check of the machine", check_table(run.checks) if run.checks else None),
     ]
 
 
-def _section(title: str, content: Html | None) -> Html | None:
+def section(title: str, content: Html | None) -> Html | None:
     """None without content: the page has no empty boxes."""
     return None if content is None else tag("section", None, tag("h2", None, title), content)
 
@@ -233,15 +232,10 @@ def headline(run: RunFacts) -> dict[str, str]:
     return results
 
 
-def summary_cards(run: RunFacts) -> Html:
-    return tag(
-        "dl",
-        {"class": "cards"},
-        *(
-            tag("div", {"class": "card"}, tag("dt", None, title), tag("dd", None, value))
-            for title, value in headline(run).items()
-        ),
-    )
+def cards(figures: Mapping[str, str]) -> Html:
+    """By title."""
+    pairs = ((tag("dt", None, title), tag("dd", None, value)) for title, value in figures.items())
+    return tag("dl", {"class": "cards"}, *(tag("div", {"class": "card"}, *pair) for pair in pairs))
 
 
 def _latest_metrics(curves: Sequence[MetricCurve]) -> dict[str, str]:

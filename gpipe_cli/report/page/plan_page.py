@@ -9,12 +9,12 @@ from typing import Any
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.colors import curve_class
 from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.charts import ChartLine, Scale, draw_chart
+from gpipe_cli.report.page.charts import ChartLine, Scale, chart_figure, draw_chart
+from gpipe_cli.report.page.costs import timeline_figures
 from gpipe_cli.report.page.curves import CurvePoint
-from gpipe_cli.report.page.document import whole_page
+from gpipe_cli.report.page.document import cards, section, whole_page
 from gpipe_cli.report.page.html import Child, Html, join, table, tag
 from gpipe_cli.report.page.run_facts import TimelineBar, TimelineFacts
-from gpipe_cli.report.page.step_timelines import timeline_figures
 
 Facts = Mapping[str, Any]
 CAUSES = {
@@ -32,27 +32,21 @@ NOT_SHOWN = 0.02
 
 def plan_page(summary: Facts, step: StepTimeline | None) -> str:
     """`step` is the best plan's; None if it has too many actions to draw."""
-    best, candidates = summary["best"], summary["candidates"]
+    best, candidates, curve = summary["best"], summary["candidates"], summary["memory_curve"]
     timeline = None if step is None else timeline_figures({"predicted": _timeline(step)})
     return whole_page(
         "Plan",
         [
             tag("p", {"class": "state"}, _verdict(summary)),
             _cards(best, summary),
-            _section("Candidates by time and memory", _chart(candidates)),
-            _section("A step of the best plan", timeline, _left_out(best, step)) if timeline else None,
-            _section("What limits it", _limits(best)),
-            _section("Bubble against memory", _memory_curve(summary["memory_curve"]))
-            if summary["memory_curve"]
-            else None,
-            _section("All candidates", _table(candidates)),
-            _section("Train with it", tag("pre", {"class": "written"}, summary["paste"])),
+            section("Candidates by time and memory", _chart(candidates)),
+            section("A step of the best plan", timeline and join([timeline, _left_out(best, step)])),
+            section("What limits it", _limits(best)),
+            section("Bubble against memory", _memory_curve(curve) if curve else None),
+            section("All candidates", _table(candidates)),
+            section("Train with it", tag("pre", {"class": "written"}, summary["paste"])),
         ],
     )
-
-
-def _section(title: str, *content: Html | None) -> Html:
-    return tag("section", None, tag("h2", None, title), *content)
 
 
 def _verdict(summary: Facts) -> str:
@@ -82,11 +76,7 @@ def _cards(best: Facts, summary: Facts) -> Html:
         "limited by": str(best["limit"]),
         "at most shorter by": f"{100 * summary['gap']:.2f} %",
     }
-    cards = (
-        tag("div", {"class": "card"}, tag("dt", None, name), tag("dd", None, text))
-        for name, text in figures.items()
-    )
-    return tag("dl", {"class": "cards"}, *cards)
+    return cards(figures)
 
 
 def _differ(candidates: Sequence[Facts]) -> bool:
@@ -110,18 +100,6 @@ def _chart(candidates: Sequence[Facts]) -> Html:
         _dot(number, candidate, across.share(ms), up.share(memory))
         for number, (candidate, ms, memory) in enumerate(zip(candidates, times, memories, strict=True))
     ]
-    grid = [
-        tag("line", {"class": "grid", "x2": "100%", "y1": y, "y2": y})
-        for y in (f"{100 * (1 - up.share(tick)):.2f}%" for tick in up.ticks())
-    ]
-    labels = (
-        tag("text", {"x": "100%", "y": f"{100 * (1 - up.share(tick)):.2f}%"}, f"{tick:.4g}")
-        for tick in up.ticks()
-    )
-    steps = (
-        tag("text", {"x": f"{100 * across.share(tick):.2f}%", "y": 14}, f"{tick:.4g} ms")
-        for tick in across.ticks()
-    )
     caption = join(
         [
             tag("strong", None, f"{unit} on the fullest device"),
@@ -129,23 +107,15 @@ def _chart(candidates: Sequence[Facts]) -> Html:
             "pipeline",
         ]
     )
-    return tag(
-        "figure",
-        {"class": "chart"},
-        tag("figcaption", None, caption),
-        tag(
-            "div",
-            {"class": "plot"},
-            tag("svg", {"class": "up"}, *labels),
-            # The best are drawn last, above the others.
-            tag(
-                "svg",
-                {"class": "area", "role": "img", "aria-label": "time and memory"},
-                *grid,
-                *reversed(dots),
-            ),
-            tag("svg", {"class": "across"}, *steps),
-        ),
+    # The best are drawn last, above the others.
+    return chart_figure(
+        "time and memory",
+        caption,
+        reversed(dots),
+        across,
+        up,
+        lambda tick: f"{tick:.4g} ms",
+        lambda tick: f"{tick:.4g}",
     )
 
 

@@ -1,15 +1,18 @@
 """What a model makes of held-out data: the confusion matrix and some samples of a classifier, the text of a language
-model. Names and texts come from data, and stay text."""
+model. Names and texts come from data, and stay text. Images are in the page itself, and nothing but PNG, which a
+browser cannot run."""
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.html import Child, Html, join, table, tag
-from gpipe_cli.report.page.images import as_png_uri
 from gpipe_cli.report.page.run_files import as_int, as_list, as_number, as_rows, as_text
 
 MAX_CLASSES = 100
@@ -21,6 +24,10 @@ MENTIONED_PAIRS = 5
 LEVELS = 5
 """Shades of a cell."""
 MAX_NAME = 40
+PNG_PREFIX = "data:image/png;base64,"
+MAX_URI = 2**17
+"""Characters; an image of 96 x 96 random pixels has a third of that."""
+BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 
 
 class ConfusedPair(NamedTuple):
@@ -238,3 +245,19 @@ def text_sample(sample: TextSample) -> Html:
             tag("pre", {"class": "written"}, tag("span", {"class": "prompt"}, sample.prompt), sample.text),
         ]
     )
+
+
+def png_uri(pixels: bytes, width: int, height: int) -> str:
+    """The address of an image; pixels: red, green and blue, row by row."""
+    from PIL import Image  # not needed to read a page's data
+
+    content = io.BytesIO()
+    Image.frombytes("RGB", (width, height), pixels).save(content, "PNG", optimize=True)
+    return PNG_PREFIX + base64.b64encode(content.getvalue()).decode()
+
+
+def as_png_uri(value: object) -> str:
+    """The address if it is one that `png_uri` could have made, else an empty text."""
+    if not isinstance(value, str) or len(value) > MAX_URI or not value.startswith(PNG_PREFIX):
+        return ""
+    return value if BASE64.fullmatch(value, len(PNG_PREFIX)) else ""

@@ -52,7 +52,7 @@ class RunFiles:
         content = self.text(name)
         if not content:
             return {}
-        parsed = _parse(content)
+        parsed = parse_or_none(content)
         if not isinstance(parsed, dict):
             self.problems.append(f"{name}: damaged; the page leaves it out")
             return {}
@@ -81,7 +81,8 @@ class RunFiles:
             self.problems.append(f"{name}: {damaged} damaged lines; the page leaves them out")
 
 
-def _parse(content: str | bytes) -> Any:
+def parse_or_none(content: str | bytes) -> Any:
+    """The value of a JSON text; None if it is damaged."""
     try:
         return parse_json(content)
     except ValueError:
@@ -89,7 +90,7 @@ def _parse(content: str | bytes) -> Any:
 
 
 def _parse_line(line: bytes) -> Any:
-    """As `_parse`, for one of perhaps millions of lines: the caller has to check the size of a number that it uses."""
+    """As `parse_or_none`, for one of perhaps millions of lines: the caller checks the size of a number that it uses."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

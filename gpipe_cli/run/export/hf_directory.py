@@ -22,7 +22,7 @@ from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
 from gpipe_cli.models.hf import model as hf_model
 from gpipe_cli.models.hf.lora import ADAPTER, LoraSettings, lora_config
-from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
+from gpipe_cli.models.hf.model import CLASSIFICATION, model_class
 from gpipe_cli.models.weights import fitted_weights
 from gpipe_cli.run.base_weights import base_of_snapshot, check_base
 from gpipe_cli.run.saved_run import saved_config, weights_file

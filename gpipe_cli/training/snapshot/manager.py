@@ -20,7 +20,6 @@ from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, RunError
 from gpipe_cli.safe_files import open_directory, writing
 from gpipe_cli.training.loop import EvalProgress, EvalResult, Position, TrainEvent, TrainFact, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests
-from gpipe_cli.training.snapshot.base_files import BaseFiles
 from gpipe_cli.training.snapshot.contents import check_savable, copy_buffers, copy_state
 from gpipe_cli.training.snapshot.durable import remove_atomically
 from gpipe_cli.training.snapshot.manifest import (
@@ -30,7 +29,7 @@ from gpipe_cli.training.snapshot.manifest import (
     snapshot_paths,
     verify_part,
 )
-from gpipe_cli.training.snapshot.record import BestEvaluation, TrainingRecord, versions
+from gpipe_cli.training.snapshot.record import BaseFiles, BestEvaluation, TrainingRecord, versions
 from gpipe_cli.training.snapshot.writing import write_snapshot
 from gpipe_cli.values import format_bytes, lower_is_better
 

@@ -15,18 +15,22 @@ import mmap
 import os
 import re
 import reprlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from gpipe_cli.distributed.replica_shares import responsible_replicas
 from gpipe_cli.errors import ResourceError, RunError
 from gpipe_cli.safe_files import open_directory, open_regular, parse_json, read_regular
 from gpipe_cli.training.snapshot.durable import CHUNK, UNFINISHED, FileDigest, remove
 from gpipe_cli.training.snapshot.file_names import FILES, MODEL, expected_names, is_sharded, kind_of
+
+if TYPE_CHECKING:  # finding snapshots needs no torch
+    from gpipe_cli.distributed.world import World
 
 MANIFEST = "manifest.json"
 FORMAT, SHARDED_FORMAT = 1, 2
@@ -296,3 +300,29 @@ def _entries(run: Path) -> dict[str, bool]:
         return {}
     except OSError as error:
         raise RunError(f"{run / SNAPSHOTS}: cannot be read: {error}") from error
+
+
+def search_together(paths: Sequence[Path], ignored: Collection[str], world: World) -> SnapshotSearch:
+    """The first of these snapshots whose files are as they were written; all ranks call it, and get the same answer.
+
+    ignored: as for `read_snapshot`.
+    """
+    # Those that rank 0 sees: with lists of their own, ranks could verify different snapshots and not know.
+    names = world.run_together(lambda: [str(path) for path in paths])[0]
+    damaged: dict[Path, RunError] = {}
+    for path in map(Path, names):
+        reasons = world.run_together(partial(_damage, path, ignored, world))
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is None:
+            return SnapshotSearch(read_snapshot(path, (), ignored, verify=False), damaged)
+        damaged[path] = RunError(reason)
+    return SnapshotSearch(None, damaged)
+
+
+def _damage(path: Path, ignored: Collection[str], world: World) -> str | None:
+    """Why this rank's part of the files cannot be used, or None."""
+    try:
+        verify_part(read_snapshot(path, (), ignored, verify=False), world.rank, world.size)
+    except RunError as error:
+        return str(error)
+    return None

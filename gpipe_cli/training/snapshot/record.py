@@ -1,15 +1,18 @@
-"""The JSON part of a snapshot: where training stood.
+"""The JSON part of a snapshot: where training stood, and which files of a base model hold its frozen parameters.
 
 Random keys, the order of samples and the learning rate are functions of seed and step, so none of them is stored.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import platform
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -18,7 +21,7 @@ from gpipe_cli import __version__
 from gpipe_cli.errors import RunError
 from gpipe_cli.training.early_stop import Waiting
 from gpipe_cli.training.loop import EvalResult, LossWindow, Position
-from gpipe_cli.training.snapshot.base_files import BaseFiles
+from gpipe_cli.training.snapshot.durable import FileDigest
 
 MAX_COUNT = 2**63 - 1
 """Seeds go that far."""
@@ -172,3 +175,78 @@ def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{reprlib.repr(value)} is not a mapping")
     return value
+
+
+@final
+@dataclass(frozen=True)
+class BaseFiles:
+    """The files of a base model: a snapshot refers to them, by size and digest, instead of holding frozen parameters.
+
+    A run and the commands that read its snapshots name the directory of these files (`model.path`). Wherever it is,
+    its files must be those that the run was trained with.
+    """
+
+    directory: str
+    """As the run's configuration names it."""
+    files: Mapping[str, FileDigest]
+    """By their names in the directory."""
+
+    def to_json(self) -> dict[str, Any]:
+        files = {name: asdict(digest) for name, digest in sorted(self.files.items())}
+        return {"directory": self.directory, "files": files}
+
+    @staticmethod
+    def from_json(content: Any) -> BaseFiles:
+        """Raise ValueError unless it has the form that `to_json` gives."""
+        match content:
+            case {"directory": str(directory), "files": dict(files)} if files:
+                return BaseFiles(directory, {name: _digest(name, entry) for name, entry in files.items()})
+        raise ValueError(f"{reprlib.repr(content)} does not describe the files of a base model")
+
+    def check(self, directory: Path, *, contents: bool = True) -> None:
+        """Raise RunError unless the directory has these files.
+
+        contents: compare digests, which reads the files; otherwise only sizes.
+        """
+        for name, expected in self.files.items():
+            path = directory / name
+            try:
+                size = path.stat().st_size
+                same = size == expected.size and (not contents or _sha256(path) == expected.sha256)
+            except OSError as error:
+                raise RunError(
+                    f"needs the base model it was trained on, but {path} cannot be read ({error.strerror}); "
+                    "give model.path=<directory> if the base model has moved"
+                ) from error
+            if not same:
+                reason = (
+                    "content" if size == expected.size else f"{size:,} instead of {expected.size:,} bytes"
+                )
+                raise RunError(
+                    f"was trained on another base model: {path} has changed ({reason}); "
+                    "give model.path=<directory> with the files that the run began with"
+                )
+
+
+def digest_files(directory: Path, names: Iterable[str]) -> BaseFiles:
+    """Read the files once. Raises RunError if one cannot be read."""
+    digests = {}
+    for name in sorted(names):
+        path = directory / name
+        try:
+            digests[name] = FileDigest(path.stat().st_size, _sha256(path))
+        except OSError as error:
+            raise RunError(f"{path}: a file of the base model cannot be read: {error.strerror}") from error
+    return BaseFiles(str(directory), digests)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(name: str, entry: Any) -> FileDigest:
+    match entry:
+        case {"size": int(size), "sha256": str(digest)} if name and os.sep not in name and name != os.pardir:
+            return FileDigest(size, digest)
+    raise ValueError(f"{reprlib.repr(name)}: {reprlib.repr(entry)} does not describe a file of a base model")

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli.report.page.charts import Scale
-from gpipe_cli.report.page.comparison import Comparison
-from gpipe_cli.report.page.comparison_charts import LogScale, comparison_charts, run_line
+from gpipe_cli.report.page.comparison import Comparison, LogScale, comparison_charts, run_line
 from gpipe_cli.report.page.run_facts import RunFacts, read_run
 
 

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 
 from gpipe_cli.report.page.document import render_page
-from gpipe_cli.report.page.images import as_png_uri, png_uri
-from gpipe_cli.report.page.predictions import MAX_CLASSES, read_predictions, read_text_sample
+from gpipe_cli.report.page.predictions import (
+    MAX_CLASSES,
+    as_png_uri,
+    png_uri,
+    read_predictions,
+    read_text_sample,
+)
 from gpipe_cli.report.page.run_facts import read_run
 from tests.report.page.runs import HOSTILE, write_training
 

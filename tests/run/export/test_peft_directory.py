@@ -15,9 +15,8 @@ from gpipe_cli.huggingface import import_package, transformers
 from gpipe_cli.models.hf.model import build
 from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
 from gpipe_cli.training.loop import Position
-from gpipe_cli.training.snapshot.base_files import BaseFiles, digest_files
 from gpipe_cli.training.snapshot.manifest import snapshot_path
-from gpipe_cli.training.snapshot.record import TrainingRecord, versions
+from gpipe_cli.training.snapshot.record import BaseFiles, TrainingRecord, digest_files, versions
 from gpipe_cli.training.snapshot.writing import write_snapshot
 from tests.models.hf.tiny_models import save_model, tiny_config
 

@@ -21,9 +21,13 @@ from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.lr_schedules import Constant
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot
 from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager
-from gpipe_cli.training.snapshot.manifest import rewind_snapshots, snapshot_path, snapshot_paths
+from gpipe_cli.training.snapshot.manifest import (
+    rewind_snapshots,
+    search_together,
+    snapshot_path,
+    snapshot_paths,
+)
 from gpipe_cli.training.snapshot.record import TrainingRecord, versions
-from gpipe_cli.training.snapshot.shared_verification import search_together
 from gpipe_cli.training.snapshot.writing import write_snapshot
 from tests.distributed.cases import Case
 from tests.training.facts import trained

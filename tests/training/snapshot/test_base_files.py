@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli.errors import RunError
-from gpipe_cli.training.snapshot.base_files import BaseFiles, digest_files
+from gpipe_cli.training.snapshot.record import BaseFiles, digest_files
 
 
 @pytest.fixture

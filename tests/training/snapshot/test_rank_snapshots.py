@@ -22,8 +22,12 @@ from gpipe_cli.errors import RunError
 from gpipe_cli.training.snapshot import durable, file_names, manager, manifest
 from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot, open_snapshot
 from gpipe_cli.training.snapshot.file_names import BUFFERS, FILES, INDEX, MODEL, OPTIMIZER, shard_name
-from gpipe_cli.training.snapshot.manifest import newest_valid_snapshot, read_snapshot, snapshot_path
-from gpipe_cli.training.snapshot.shared_verification import search_together
+from gpipe_cli.training.snapshot.manifest import (
+    newest_valid_snapshot,
+    read_snapshot,
+    search_together,
+    snapshot_path,
+)
 from gpipe_cli.training.snapshot.tensors import encode
 from tests.distributed.cases import AVERAGED, Case, run
 from tests.distributed.forked_ranks import exit_codes, run_ranks
