@@ -25,7 +25,7 @@ from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pytree import Template, unflatten
 from gpipe_cli.torch_internals.autograd_engine import apply
-from gpipe_cli.torch_internals.autograd_graph import ACCUMULATE_GRAD, node_type
+from gpipe_cli.torch_internals.autograd_graph import ACCUMULATE_GRAD, graph_behind, node_type
 from gpipe_cli.torch_internals.tensor_memory import (
     copy_memory,
     is_untracked_view,
@@ -274,7 +274,7 @@ class GraphLeakDetector:
     def check(self, layer: Layer, value: Any) -> None:
         """Raise if the graph of `value`, which `layer` returned, leads out of the partition."""
         visited = self._visited
-        nodes: list[Any] = [tensor.grad_fn for tensor in _tensors_in(value)]
+        nodes: list[Any] = [graph_behind(tensor) for tensor in _tensors_in(value)]
         while nodes:
             node = nodes.pop()
             if node in visited:

@@ -59,6 +59,14 @@ def _saved(node: Node) -> list[str]:
     return [name.removeprefix("_raw") for name in dir(node) if name.startswith("_raw_saved_")]
 
 
+def graph_behind(tensor: Tensor) -> Node:
+    """The node that a tensor comes from, or that of its base for a view.
+
+    Asking a stale view for its own node would create the node now, and change the order in which gradients add up.
+    """
+    return (tensor if tensor._base is None else tensor._base).grad_fn
+
+
 def is_stale_view(tensor: Tensor) -> bool:
     """Whether the tensor is a view whose base was written since; asking for its node makes autograd create one."""
     number = next_number()
