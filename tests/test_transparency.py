@@ -138,7 +138,8 @@ hides_warnings = pytest.mark.filterwarnings(
 
 @hides_warnings
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", range(200))
+# In 6876, looking for leaks gave a stale view its node too early, and so changed the order of a sum.
+@pytest.mark.parametrize("seed", [*range(200), 6876])
 def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
     """5,500 random pipes found 26 that did not: wrong gradients, other errors, bits that depended on the split."""
     pipe = random_pipe(seed)
