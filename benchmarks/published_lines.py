@@ -12,7 +12,7 @@ from typing import Any, final
 
 import yaml
 
-from gpipe_cli.config.options import list_options
+from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import TrainConfig
 
 

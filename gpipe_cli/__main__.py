@@ -12,18 +12,15 @@ from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.signals import ignore_signals, install_handlers
 
 
-def script(
-    argv: list[str] | None = None, *, number: int | None = None, began: float | None = None
-) -> NoReturn:
-    """The arguments are those of `main`."""
+def script() -> NoReturn:
     # Before any other import: a signal that arrives meanwhile is remembered, and no file gets a closed stream's number.
     with install_handlers().defer(patient=True):
         secure_streams()
         # Importing creates hundreds of thousands of objects that stay, and the collector would scan all of them again
-        # and again. `commands.jobs` enables it before a command runs.
+        # and again. `jobs` enables it before a command runs.
         gc.disable()
         from gpipe_cli.cli import main
-    code = main(argv, number=number, began=began)
+    code = main()
     sys.stdout.flush()
     ignore_signals()
     if torchrun.is_rank():

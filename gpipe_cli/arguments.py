@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from gpipe_cli.config.options import known_keys
-from gpipe_cli.config.overrides import ANY_CHARACTER, JOBS_KEY, check_given_once, override_key, take_jobs
+from gpipe_cli.config.keys import known_keys
 from gpipe_cli.config.schema import GROUPS
+from gpipe_cli.config.words import ANY_CHARACTER, check_given_once, override_key
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.report.formatting import hidden_character, no_hidden
 
@@ -86,8 +86,6 @@ class Invocation:
     """The overrides, or the arguments of a command without a configuration."""
     typed: tuple[str, ...] = field(default=(), compare=False)
     """Everything after the command, as it was typed."""
-    jobs: int = 1
-    """How many jobs of a sweep run side by side."""
     help: bool = False
     version: bool = False
     json: bool = False
@@ -103,6 +101,11 @@ class Invocation:
     package: str | None = None
     config_dir: str | None = None
     config_name: str | None = None
+
+    @property
+    def asks_hydra(self) -> bool:
+        """Whether Hydra itself answers, and nothing runs."""
+        return self.hydra_help or self.info is not None or self.cfg not in (None, "job")
 
 
 def flags_of(command: str, *, configured: bool) -> list[Flag]:
@@ -147,10 +150,9 @@ def parse(arguments: list[str], *, configured: bool = True, command: str = "") -
             cure = _key_for_flag(word, after, command) if configured else ""
             cure = cure or or_list(name, flag_names(command, configured=configured))
             raise ConfigError(f"unknown flag {name}; {cure}")
-    rest, jobs = take_jobs(rest) if configured else (rest, 1)
     overrides = [*rest, *([] if by is None else [f"balance={by}"])]
     check_given_once(overrides)
-    invocation = Invocation(tuple(overrides), tuple(arguments), jobs, **values)
+    invocation = Invocation(tuple(overrides), tuple(arguments), **values)
     _check_combinations(invocation)
     return invocation
 
@@ -187,10 +189,6 @@ def _check_combinations(invocation: Invocation) -> None:
     given = [flag for flag, value in modes.items() if value]
     if len(given) > 1:
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give one of them")
-    if invocation.jobs > 1 and not invocation.multirun:
-        raise ConfigError(
-            f"{JOBS_KEY}={invocation.jobs}: runs jobs of a sweep side by side, and this is no sweep; add -m"
-        )
     if invocation.cfg not in (None, *CFG_PARTS):
         raise ConfigError(f"--cfg {invocation.cfg}: {or_list(str(invocation.cfg), CFG_PARTS)}")
     for flag, value in (("--resolve", invocation.resolve), ("--package", invocation.package)):

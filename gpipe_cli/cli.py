@@ -6,24 +6,24 @@ Command modules are imported when they are called, so that help, completion and 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from typing import Any, TextIO
 
 from gpipe_cli import __version__
 from gpipe_cli.arguments import Invocation, parse
 from gpipe_cli.completion import complete
-from gpipe_cli.config.overrides import override_key
+from gpipe_cli.config.words import override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, is_long_name, or_list
 from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.launch.outcome import leave_exit_code, recorded_attempt
 from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
-from gpipe_cli.report.output import discard_stdout, print_status
+from gpipe_cli.report.output import discard_stdout
 from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.run_directory import resumed_directory
 from gpipe_cli.training.signals import as_stopped, ignore_signals, stop_immediately
@@ -32,23 +32,20 @@ COMPLETION = ("-sc", "--shell-completion")
 RUNS_NOTHING = ("--help", "-h", "--version", "-V", "--dry-run", "--cfg", "-c", "--info", "-i", "--hydra-help")
 
 
-def main(argv: list[str] | None = None, *, number: int | None = None, began: float | None = None) -> int:
-    """Run a command line and return the exit code.
-
-    number: of the job that this process runs for a sweep; began: when that sweep did, by the monotonic clock.
-    """
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if torchrun.follows():
         discard_stdout()
     try:
-        with _recorded(arguments, number):
-            return _dispatch(arguments, number, began)
+        with _recorded(arguments):
+            return _dispatch(arguments)
     except BaseException as error:  # noqa: BLE001 - the outermost handler: a layer may raise anything
         ignore_signals()
         return _fail(as_stopped(error), debug="--debug" in arguments)
 
 
-def _recorded(arguments: list[str], number: int | None) -> AbstractContextManager[None]:
+def _recorded(arguments: list[str]) -> AbstractContextManager[None]:
     """Inside, an error of a command line that resumes a run is recorded in the run, whatever else it gets wrong."""
     flags = {word.partition("=")[0] for word in arguments if word.startswith("-")}
     keys = {override_key(word) for word in arguments}
@@ -56,28 +53,22 @@ def _recorded(arguments: list[str], number: int | None) -> AbstractContextManage
         return nullcontext()
     if flags.intersection((*RUNS_NOTHING, "-m", "--multirun")):  # a job of a sweep records its own end
         return nullcontext()
-    from gpipe_cli.config.compose import compose
-    from gpipe_cli.config.config_file import read_request
+    from gpipe_cli.config.compose import Request, compose
 
     # The keys that name the run, in the file of keys too unless that is a mistake, and no other key.
     for kept in (("run_dir", "resume", "config"), ("run_dir", "resume")):
-        words = [word for word in arguments if override_key(word) in kept]
-        with (
-            suppress(GpipeError, OSError, ValueError),
-            read_request("train", words, None, None) as (request, _),
-        ):
-            own = tuple(word for word in request.overrides if override_key(word) in kept)
-            composition = compose(replace(request, overrides=own))
-            settings: Any = composition.job(composition.jobs[0]).settings
-            run = resumed_directory(settings.resume, settings.run_dir, number)
+        words = tuple(word for word in arguments if override_key(word) in kept)
+        with suppress(GpipeError, OSError, ValueError):
+            settings: Any = compose(Request("train", words)).settings
+            run = resumed_directory(settings.resume, settings.run_dir)
             return recorded_attempt(run) if run and (run / "config.yaml").is_file() else nullcontext()
     return nullcontext()
 
 
-def _dispatch(arguments: list[str], number: int | None, began: float | None) -> int:
+def _dispatch(arguments: list[str]) -> int:
     command, *rest = arguments or ["--help"]
     if command in COMPLETION:
-        complete(rest, _hydra_completion)
+        complete(rest)
         return 0
     if command in ("--help", "-h", "help"):
         return _say(command_help(_known(rest[0])) if rest else overview())
@@ -89,7 +80,7 @@ def _dispatch(arguments: list[str], number: int | None, began: float | None) -> 
     if invocation.help:
         return _say(command_help(command))
     if COMMANDS[command].configured:
-        return _configured(command, invocation, number, began)
+        return _configured(command, invocation)
     module = importlib.import_module(f"gpipe_cli.commands.{command.replace('-', '_')}")
     with stop_immediately():
         module.run(invocation)
@@ -102,45 +93,36 @@ def _known(command: str) -> str:
     return command
 
 
-def _configured(command: str, invocation: Invocation, number: int | None, began: float | None) -> int:
+def _configured(command: str, invocation: Invocation) -> int:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
-    from gpipe_cli.commands.jobs import Jobs
-    from gpipe_cli.commands.sweep import Sweep
-    from gpipe_cli.config.compose import compose, compose_tree
-    from gpipe_cli.config.composition_errors import config_errors
-    from gpipe_cli.config.config_file import read_request
-    from gpipe_cli.config.hydra_loader import open_hydra, print_config, print_info
+    from gpipe_cli.config.compose import Request, compose
+    from gpipe_cli.config.printed import print_config
+    from gpipe_cli.jobs import run_job
+    from gpipe_cli.sweep import ask_hydra, run_with_hydra
 
     remove_abandoned_folders()
-    given = (invocation.words, invocation.config_name, invocation.config_dir)
-    with read_request(command, *given) as (request, notes):
-        if invocation.cfg is not None:
-            tree = compose_tree(request)
-            with config_errors(command):
-                print_config(tree, invocation.cfg, invocation.package, resolve=invocation.resolve)
-            return 0
-        if invocation.info is not None or invocation.hydra_help:
-            with open_hydra(command, invocation.config_dir) as hydra, config_errors(command):
-                print_info(hydra, invocation.info, invocation.config_name or command, list(request.overrides))
-            return 0
-        composition = compose(request, multirun=invocation.multirun)
-        for note in notes if not torchrun.follows() else ():
-            print_status(note)
-        jobs = Jobs(command, invocation, composition, _job_start() if began is None else began)
-        return Sweep(jobs).run() if invocation.multirun else jobs.run_single(number)
+    request = Request(command, invocation.words, invocation.config_name, invocation.config_dir)
+    if invocation.cfg == "job":
+        print_config(request, invocation.package, resolve=invocation.resolve)
+        return 0
+    if invocation.asks_hydra:
+        ask_hydra(request, invocation)
+        return 0
+    began = _job_start()
+    if invocation.multirun or any(map(sets_hydra, invocation.words)):
+        return run_with_hydra(request, invocation, began)
+    summary = run_job(
+        request, compose(request), json=invocation.json, dry_run=invocation.dry_run, began=began
+    )
+    if invocation.json:
+        sys.stdout.write(f"{json.dumps(summary)}\n")
+    return 0
 
 
 def _job_start() -> float:
     """When the job of a launch script began, by the monotonic clock; for any other command, now."""
     start = os.environ.get("GPIPE_JOB_START")  # in seconds since 1970
     return time.monotonic() - (max(0.0, time.time() - float(start)) if start else 0.0)
-
-
-def _hydra_completion(command: str, words: list[str]) -> None:
-    from gpipe_cli.config.hydra_loader import open_hydra
-
-    with open_hydra(command) as hydra:
-        hydra.shell_completion(config_name=command, overrides=words)
 
 
 def _say(text: str) -> int:

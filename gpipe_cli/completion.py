@@ -1,7 +1,6 @@
 """Tab completion of a command line: prints candidates, and never an error.
 
-Commands, flags, paths and the words of commands without a configuration are completed here. Hydra completes keys and
-options; its own keys and the folders next to recipes/ are removed from its answer.
+Keys and options come from the same table as the help. Nothing is composed, so that a Tab is answered at once.
 """
 
 from __future__ import annotations
@@ -9,25 +8,19 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import fields
-from io import StringIO
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gpipe_cli.arguments import flag_names
 from gpipe_cli.commands.ls import PLURALS, TOPICS
-from gpipe_cli.config.options import list_options, takes_recipes
-from gpipe_cli.config.overrides import JOBS_KEY, SCALE_KEY, SCALES, override_group
-from gpipe_cli.config.schema import NO_EFFECT, SCHEMAS
+from gpipe_cli.config.keys import chosen_options, list_options, takes_recipes
+from gpipe_cli.config.schema import GROUPS, config_keys
+from gpipe_cli.config.words import SCALE_KEY, SCALES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
 
-Hydra = Callable[[str, list[str]], None]
-"""Runs Hydra's own completion for a command with these words; it prints."""
 LAUNCH_SCRIPT, KINDS = "launch-script", ("slurm", "torchrun")
 TASKS = ("install", "uninstall", "query")
-SHELLS = ("bash", "fish", "zsh")
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 PATH_KEYS: dict[str, tuple[str, ...] | None] = {
     "config": (".yaml", ".yml"),
@@ -50,25 +43,49 @@ _SAFE_PATH = re.compile(r"[\w./@%+,:~-]+")
 """A shell expands the candidates it gets, so a name that could run a command must not be among them."""
 
 
-def complete(words: list[str], hydra: Hydra) -> None:
-    """Answer `gpipe -sc query=bash`, or pass `install=bash` to Hydra."""
+SCRIPTS = {
+    "bash": """_gpipe() {
+    local line="${COMP_LINE:0:COMP_POINT}"
+    local word="${line##* }"
+    mapfile -t COMPREPLY < <(COMP_LINE="$line" gpipe -sc query=bash)
+    # Where bash takes `=` for the end of a word, it replaces only what comes after it.
+    if [[ $word == *=* && $COMP_WORDBREAKS == *=* ]]; then
+        COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}")
+    fi
+}
+complete -o nospace -o default -F _gpipe gpipe
+""",
+    "zsh": """_gpipe() {
+    local -a candidates
+    candidates=("${(@f)$(COMP_LINE="${BUFFER[1,CURSOR]}" gpipe -sc query=zsh)}")
+    compadd -S '' -a candidates
+}
+compdef _gpipe gpipe
+""",
+    "fish": "complete -c gpipe -f -a '(COMP_LINE=(commandline -cp) gpipe -sc query=fish)'\n",
+}
+UNINSTALL = {"bash": "complete -r gpipe\n", "zsh": "compdef -d gpipe\n", "fish": "complete -c gpipe -e\n"}
+
+
+def complete(words: list[str]) -> None:
+    """Answer `gpipe -sc query=bash`, or print the script of `gpipe -sc install=bash`."""
     task, _, shell = (words or [""])[0].partition("=")
-    if len(words) != 1 or task not in TASKS or shell not in SHELLS:
+    if len(words) != 1 or task not in TASKS or shell not in SCRIPTS:
         given = " ".join(words)
         raise ConfigError(
             f"-sc {given}: choose one of: {', '.join(f'{name}=bash' for name in TASKS)}, or fish, or zsh"
         )
-    if task == "query":
-        try:
-            candidates = _candidates(os.environ.get("COMP_LINE", ""), words, hydra)
-        except Exception:  # noqa: BLE001 - a shell would print the message into the line that is being typed
-            candidates = []
-        sys.stdout.write(("\n" if shell == "fish" else " ").join(candidates) + "\n")
-    else:
-        hydra("train", words)
+    if task != "query":
+        sys.stdout.write((SCRIPTS if task == "install" else UNINSTALL)[shell])
+        return
+    try:
+        candidates = _candidates(os.environ.get("COMP_LINE", ""))
+    except Exception:  # noqa: BLE001 - a shell would print the message into the line that is being typed
+        candidates = []
+    sys.stdout.write("".join(f"{candidate}\n" for candidate in candidates))
 
 
-def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
+def _candidates(line: str) -> list[str]:
     """The possible completions of the last word of the line."""
     _program, _, typed = line.lstrip().partition(" ")
     command, space, rest = typed.lstrip().partition(" ")
@@ -91,17 +108,13 @@ def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
             return _paths("run/", last.removeprefix("run/"), ())
         options = (f"{topic}/{option.name}" for topic in TOPICS for option in list_options(topic))
         return _starting_with(last, ("run/", *options))
+    earlier = [word for word in rest.split(" ")[:-1] if "=" in word and not word.startswith("-")]
     if command == LAUNCH_SCRIPT and " " in rest.lstrip():
-        others = rest.lstrip().partition(" ")[2].split(" ")
-        train = " ".join(word for word in others if word.partition("=")[0] not in COMMANDS[command].keys)
         own = _starting_with(last, (f"{key}=" for key in COMMANDS[command].keys))
-        return [
-            *own,
-            *(word for word in _of_configuration("train", train, last, words, hydra) if word not in own),
-        ]
+        return [*own, *(word for word in _keys_and_options("train", earlier, last) if word not in own)]
     if not COMMANDS[command].configured:
         return _starting_with(last, _usage_words(command, last))
-    return _of_configuration(command, rest.lstrip(), last, words, hydra)
+    return _keys_and_options(command, earlier, last)
 
 
 def _usage_words(command: str, last: str) -> list[str]:
@@ -115,37 +128,21 @@ def _usage_words(command: str, last: str) -> list[str]:
     return [f"{key}={value}" for key, values in pairs for value in values.split("|")]
 
 
-def _of_configuration(command: str, rest: str, last: str, words: list[str], hydra: Hydra) -> list[str]:
-    earlier = [word for word in rest.split(" ")[:-1] if "=" in word and not word.startswith("-")]
-    own = [f"{key}=" for key in ("config", *([JOBS_KEY] if command == "train" else [])) if "=" not in last]
-    candidates: list[str] = []
-    with suppress(Exception):  # a mistake in an earlier word, which the command itself will report
-        candidates = _of_hydra(command, [*_with_file(command, earlier), last], words, hydra)
-    if earlier and not candidates:
-        candidates = _of_hydra(command, [last], words, hydra)
-    return [*candidates, *_starting_with(last, own)]
-
-
-def _with_file(command: str, words: Sequence[str]) -> list[str]:
-    """The words, with those of the file that `config=` names in its place: its options decide which keys there are."""
-    from gpipe_cli.config.config_file import split_config_file
-
-    file, others = split_config_file(command, words)
-    return [*(file.words if file else ()), *others]
-
-
-def _of_hydra(command: str, line: Sequence[str], words: list[str], hydra: Hydra) -> list[str]:
-    """Keys and options. Hydra gets the words after the command, with `recipe` as its group `recipes`."""
-    words_for_hydra = [word.replace("recipe=", "recipes=", 1) for word in line]
-    os.environ["COMP_LINE"] = " ".join(["gpipe", *words_for_hydra])
-    os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))
-    with redirect_stdout(StringIO()) as answer, redirect_stderr(StringIO()):
-        hydra(command, words)
-    known = {field.name for field in fields(SCHEMAS[command])} | {"recipe"}
-    known -= set(NO_EFFECT.get(command, ()))
-    # Hydra adds no equals sign to a group that contains options and folders, as recipes does.
-    candidates = (re.sub(r"^recipes(=|$)", "recipe=", word) for word in answer.getvalue().split())
-    return [word for word in candidates if override_group(word) in known]
+def _keys_and_options(command: str, earlier: Sequence[str], last: str) -> list[str]:
+    """Keys of the command and of the options that the earlier words choose; after `group=`, its options."""
+    key, equals, _ = last.partition("=")
+    chosen = chosen_options(command, earlier)
+    if equals:
+        group = "recipes" if key == "recipe" else key
+        known = group in chosen or (group == "recipes" and takes_recipes(command))
+        return _starting_with(last, (f"{key}={option.name}" for option in list_options(group) if known))
+    own = dict.fromkeys(
+        field.key if field.key.partition(".")[0] not in GROUPS else field.key.partition(".")[0]
+        for field in config_keys(command)
+    )
+    inside = [f"{group}.{name}" for group, option in chosen.items() for name in option.keys]
+    extra = ["config", *(["recipe", SCALE_KEY] if takes_recipes(command) else [])]
+    return _starting_with(last, (f"{name}=" for name in (*own, *inside, *extra)))
 
 
 def _paths(prefix: str, typed: str, suffixes: tuple[str, ...] | None) -> list[str]:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpipe_cli import arguments
-from gpipe_cli.config.options import default_options, list_options, takes_recipes
-from gpipe_cli.config.overrides import CONFIG_MEANING, JOBS_KEY, JOBS_MEANING, SCALE_KEY, SMALL
+from gpipe_cli.config.keys import default_options, list_options, takes_recipes
 from gpipe_cli.config.schema import GROUPS, config_keys
+from gpipe_cli.config.words import CONFIG_MEANING, SCALE_KEY, SMALL
 
 WIDTH = 110
 
@@ -292,8 +292,6 @@ def _keys(command: str) -> list[str]:
             )
             rows[f"{field.key}  {kind}".strip()] = field.meaning
     rows["config  str"] = CONFIG_MEANING
-    if command == "train":
-        rows[f"{JOBS_KEY}  int = 1"] = JOBS_MEANING
     return _table(rows)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gpipe_cli import errors
-from gpipe_cli.config.options import Option, default_options, list_options, takes_recipes
-from gpipe_cli.config.overrides import CONFIG_MEANING, JOBS_KEY, JOBS_MEANING
+from gpipe_cli.config.keys import Option, default_options, list_options, takes_recipes
+from gpipe_cli.config.words import CONFIG_MEANING, JOBS_KEY, JOBS_MEANING
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, ConfigKey, config_keys
 from gpipe_cli.help import COMMANDS, FLAGS
 

@@ -9,7 +9,7 @@ import pytest
 
 import gpipe_cli
 from gpipe_cli.completion import complete
-from gpipe_cli.config.options import list_options
+from gpipe_cli.config.keys import list_options
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
 

@@ -22,7 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from gpipe_cli.cli import main
-from gpipe_cli.config.options import list_options
+from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import GROUPS, config_keys
 from gpipe_cli.help import COMMANDS
 from make_docs.__main__ import DOCS

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from gpipe_cli.arguments import flag_names
-from gpipe_cli.config.options import default_options, list_options
+from gpipe_cli.config.keys import default_options, list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, config_keys
 from gpipe_cli.help import COMMANDS, FLAGS, WIDTH, command_help, overview
 

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from benchmarks.published_lines import Line, published_lines
 from gpipe_cli import huggingface
 from gpipe_cli.config.compose import Request, compose
-from gpipe_cli.config.options import Option, list_options
-from gpipe_cli.config.overrides import recipe_to_group
+from gpipe_cli.config.keys import Option, list_options
+from gpipe_cli.config.words import recipe_to_group
 
 FULL = list_options("recipes")
 SMALL = list_options("recipes/small")

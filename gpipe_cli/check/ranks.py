@@ -54,7 +54,7 @@ def run_in_children(
     names = [str(device) for device in devices]
 
     def arguments(files: RankFiles) -> list[str]:
-        files.write_task(RankTask("check", names, "gpipe check", "", "", None, [], time.monotonic()))
+        files.write_task(RankTask("check", names, "gpipe check", "", "", False, [], time.monotonic()))
         call = f"{__name__}.run_as_child(sys.argv[1], {__name__}.{part.__name__})"
         return program(f"import {__name__}", call, files.folder)
 

@@ -47,7 +47,7 @@ def run(invocation: Invocation) -> None:
     keys = parse_keys(invocation.words, KEYS)
     devices = _parse_devices(keys.get("devices", "auto"))
     machine = Machine.of(resolve_devices(devices, default_partitions(devices)))
-    check_run_dir(keys.get("run_dir"), None)
+    check_run_dir(keys.get("run_dir"))
 
     began = time.monotonic()
     rows: list[Row] = []
@@ -62,7 +62,7 @@ def run(invocation: Invocation) -> None:
         "command": shlex.join(["gpipe", "check", *invocation.words]),
     }
 
-    directory = make_run_directory(keys.get("run_dir"), "check", machine.workers[0].type, None)
+    directory = make_run_directory(keys.get("run_dir"), "check", machine.workers[0].type)
     facts = environment()
     write_json(directory / "env.json", facts)
     write_json(directory / "check.json", summary)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.commands.ls import topic_of
-from gpipe_cli.config.options import Option, list_options
+from gpipe_cli.config.keys import Option, list_options
 from gpipe_cli.errors import ConfigError, ResourceError, RunError, or_list
 from gpipe_cli.report.formatting import one_line
 
@@ -58,12 +58,9 @@ def _run_directory(what: str) -> Path | None:
 
 def _copy_run(run: Path, where: Path) -> dict[str, str]:
     """Write what a run was started with as a file for `config=`: its options, and the keys that are not the default."""
-    from gpipe_cli.config.saved_config import (
-        is_saved,
-        reduce_saved,
-        saved_command,
-    )  # imports Hydra, which takes time
-    from gpipe_cli.config.yaml_files import dump_mapping, load_mapping
+    # These import OmegaConf, which takes time.
+    from gpipe_cli.config.config_file import is_saved, readable, recorded_words, saved_command
+    from gpipe_cli.config.files import dump_mapping, load_mapping
 
     source = run / "config.yaml"
     if not source.is_file():
@@ -78,7 +75,7 @@ def _copy_run(run: Path, where: Path) -> dict[str, str]:
     if isinstance(allow, list) and allow:
         use.append(f"allow=[{','.join(map(str, allow))}]")
     line = shlex.join(use)
-    text = dump_mapping(reduce_saved(saved, command)[0])
+    text = dump_mapping(readable(saved, recorded_words(run)))
     _write(
         f"# The settings of {one_line(str(run))}; use them with: {one_line(line)}\n{text}".encode(), target
     )

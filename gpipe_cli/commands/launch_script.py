@@ -19,11 +19,10 @@ from typing import final
 from gpipe_cli import launch
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.checks import AT_MOST, check
-from gpipe_cli.config.compose import compose
-from gpipe_cli.config.config_file import read_request
-from gpipe_cli.config.options import known_keys
-from gpipe_cli.config.overrides import override_group, override_key, without_keys
+from gpipe_cli.config.compose import Request, compose
+from gpipe_cli.config.keys import known_keys
 from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.config.words import override_group, override_key, without_keys
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.report.formatting import one_line
 from gpipe_cli.report.output import print_status
@@ -135,26 +134,23 @@ def _split(kind: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 def _settings(words: list[str], invocation: Invocation) -> tuple[TrainConfig, list[str]]:
     """The settings of the run, and the words that give them to `gpipe train`."""
-    with read_request("train", words, invocation.config_name, invocation.config_dir) as (request, notes):
-        if not any(override_key(word) in ("engine", "engine._target_") for word in request.overrides):
-            request = replace(request, overrides=("engine=processes", *request.overrides))
-            words = ["engine=processes", *words]
-        composition = compose(request)
-        config = composition.job(composition.jobs[0])
-        settings = config.settings
-        assert isinstance(settings, TrainConfig), "of gpipe train"
-        if settings.engine["_target_"] != ENGINE:
-            raise ConfigError(
-                "engine: only engine=processes runs on several machines; give that, or leave it out"
-            )
-        if settings.resume not in (None, "auto"):
-            raise ConfigError(
-                f"resume={settings.resume}: the script itself resumes the run in run_dir; "
-                f"give run_dir={settings.resume} instead"
-            )
-        if settings.run_dir is None:
-            raise ConfigError("run_dir: give run_dir=<directory>, on a disk that all machines share")
-    for note in (*notes, *config.notes):
+    if not any(override_key(word) in ("engine", "engine._target_") for word in words):
+        words = ["engine=processes", *words]
+    config = compose(Request("train", tuple(words), invocation.config_name, invocation.config_dir))
+    settings = config.settings
+    assert isinstance(settings, TrainConfig), "of gpipe train"
+    if settings.engine["_target_"] != ENGINE:
+        raise ConfigError(
+            "engine: only engine=processes runs on several machines; give that, or leave it out"
+        )
+    if settings.resume not in (None, "auto"):
+        raise ConfigError(
+            f"resume={settings.resume}: the script itself resumes the run in run_dir; "
+            f"give run_dir={settings.resume} instead"
+        )
+    if settings.run_dir is None:
+        raise ConfigError("run_dir: give run_dir=<directory>, on a disk that all machines share")
+    for note in config.notes:
         print_status(note)
     flags = {"--config-dir": invocation.config_dir, "--config-name": invocation.config_name}
     flag_words = [part for flag, value in flags.items() if value is not None for part in (flag, value)]

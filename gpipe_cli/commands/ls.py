@@ -6,7 +6,7 @@ import json
 import sys
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.options import Option, list_options
+from gpipe_cli.config.keys import Option, list_options
 from gpipe_cli.config.schema import GROUPS
 from gpipe_cli.errors import ConfigError, or_list
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.devices import available_cores
-from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import add_current_folder
+from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.prediction import OFFLOAD, Prediction, advice, best_and_plain
 from gpipe_cli.plan.step_time import MOST_ACTIONS
@@ -77,7 +77,7 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
     for note in loader.notes:
         print_status(note)
     # The jobs of a sweep began together, but each has the whole budget.
-    began = job.began if job.number is None else time.monotonic()
+    began = job.began if not job.in_sweep else time.monotonic()
     planner = Planner(settings, job.overrides, loader, model, began)
     if settings.verify and not planner.can_be_run:
         raise ConfigError(

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from gpipe_cli.config.overrides import override_group
 from gpipe_cli.config.schema import PredictConfig
+from gpipe_cli.config.words import override_group
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.launch.rank_setup import is_main_process, is_rank
 from gpipe_cli.report.output import print_status, print_text
@@ -95,7 +95,7 @@ def _show(summary: Summary, settings: PredictConfig, job: Job) -> None:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_file(out, [csv_text(predictions).encode(errors="surrogateescape")], replace=False)
         print_status(f"{len(predictions)} predictions in {out}")
-    if job.json and job.number is None and failed:  # otherwise the caller prints the summary
+    if job.json and not job.in_sweep and failed:  # otherwise the caller prints the summary
         sys.stdout.write(f"{json.dumps(summary)}\n")
     elif job.shows_result and out is None and predictions:
         print_predictions(predictions) if sys.stdout.isatty() else print_text(csv_text(predictions))

@@ -45,7 +45,7 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
 
 
 def _profile(settings: ProfileConfig, job: Job) -> Summary:
-    check_run_dir(settings.run_dir, job.number)
+    check_run_dir(settings.run_dir)
     parts = build_parts(
         settings, job.overrides, storage=settings.measure, if_it_fits=settings.measure and job.dry_run
     )
@@ -85,7 +85,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
         summary |= _sums(rows)
     summary |= {"layers": rows, "command": job.line}
 
-    directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
+    directory = make_run_directory(settings.run_dir, job.command, job.model)
     write_config(directory, job)
     write_launch(directory, launch_facts(settings, job, parts, activations))
     write_json(directory / "profile.json", summary)

@@ -73,7 +73,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
     with ExitStack() as cleanup:
         resumed = load_resumed_run(settings, job, cleanup, lock=is_main_process())
         if resumed is None and is_main_process():
-            check_run_dir(settings.run_dir, job.number)
+            check_run_dir(settings.run_dir)
         settings = replace(settings, resume=None) if resumed is None else resumed.settings
         cleanup.enter_context(deterministic_algorithms(enabled=settings.deterministic))
         if settings.plan.auto:
@@ -140,7 +140,7 @@ def _write_facts(run: Path, settings: TrainConfig, parts: RunParts, launch: Mapp
 def _disk_check(
     settings: TrainConfig, job: Job, resumed: ResumedRun | None, parts: RunParts, spec: TrainSpec
 ) -> Callable[[], str | None]:
-    directory = planned_run_directory(settings.run_dir, job.number) if resumed is None else resumed.directory
+    directory = planned_run_directory(settings.run_dir) if resumed is None else resumed.directory
     return partial(
         check_disk_space, directory, settings, parts.model, spec, _retention(settings), parts.referenced
     )

@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.options import list_options
-from gpipe_cli.config.overrides import ANY_CHARACTER
+from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.parameter_groups import group_problems
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
@@ -28,6 +27,7 @@ from gpipe_cli.config.schema import (
     TrainedConfig,
 )
 from gpipe_cli.config.targets import add_current_folder, allows_module
+from gpipe_cli.config.words import ANY_CHARACTER
 from gpipe_cli.errors import ConfigError, RunError, or_list
 from gpipe_cli.plan.devices import DEVICES, PRECISIONS, is_elsewhere
 from gpipe_cli.report.formatting import hidden_character, no_hidden

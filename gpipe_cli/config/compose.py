@@ -1,71 +1,60 @@
-"""From YAML files and overrides to typed, checked settings. Each job is composed once.
+"""From YAML files and the words of a command line to typed, checked settings, by Hydra's public API.
 
-`compose` judges a whole command line before the first job runs, so that every mistake becomes one ConfigError.
+`compose` makes one job, `expand` says which jobs a sweep has. Every mistake is a ConfigError of one line.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any, final
 
-from hydra._internal.hydra import Hydra
+import hydra
+from hydra import initialize
+from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
-from gpipe_cli.config.composition_errors import config_errors
-from gpipe_cli.config.hydra_loader import (
-    CUSTOM,
-    HYDRA_NODE,
-    GuardedLoader,
-    check_hydra_choices,
-    notes_on_replaced,
-    open_hydra,
-)
-from gpipe_cli.config.options import list_options, takes_recipes
-from gpipe_cli.config.overrides import (
-    escape_references,
-    group_to_recipe,
-    override_group,
-    override_key,
-    sets_key,
-    without_keys,
-)
-from gpipe_cli.config.schema import (
-    COMPONENT_GROUPS,
-    GROUPS,
-    NO_EFFECT,
-    SCHEMAS,
-    ModelConfig,
-    PlanConfig,
-    TrainConfig,
-    TrainedConfig,
-)
+from gpipe_cli.config.config_file import WORD, ConfigFile, primary_name, read_config_file
+from gpipe_cli.config.files import ALLOW_CURE, check_references
+from gpipe_cli.config.keys import check_words
+from gpipe_cli.config.messages import config_errors
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, SCHEMAS, ModelConfig, TrainConfig, TrainedConfig
+from gpipe_cli.config.sources import IS_1_4, VERSION, Composing, fit_components, search_path, store
 from gpipe_cli.config.targets import check_targets
-from gpipe_cli.config.yaml_files import check_references
-from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.config.words import (
+    CUSTOM,
+    escape_references,
+    named_packages,
+    override_key,
+    quote_override,
+    sets_hydra,
+    sets_key,
+    to_hydra,
+)
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.redaction import remember
 from gpipe_cli.schedule.own_orders import AUTO
+
+ALLOW_VARIABLE = "GPIPE_ALLOW"
 
 
 @final
 @dataclass(frozen=True)
 class Request:
-    """What to compose: the overrides of a command line, and where to look for files besides conf/ and recipes/."""
+    """What to compose: the words of a command line, and where to look for files besides conf/ and recipes/."""
 
     command: str
-    overrides: tuple[str, ...]
+    words: tuple[str, ...]
     config_name: str | None = None
     config_dir: str | None = None
 
@@ -73,7 +62,7 @@ class Request:
     def continues_run(self) -> bool:
         """Whether the components may be those of an earlier run, with keys that the default options do not list."""
         return issubclass(SCHEMAS[self.command], TrainedConfig) or any(
-            override_key(word) == "resume" for word in self.overrides
+            override_key(word) == "resume" for word in self.words
         )
 
 
@@ -83,11 +72,11 @@ class JobConfig:
     """The configuration of one job."""
 
     overrides: tuple[str, ...]
-    """As given to Hydra, with references unresolved, so they may be saved."""
+    """What the command line and its file give, with references unresolved, so they may be saved."""
     tree: DictConfig
     """The composed configuration, again with references unresolved."""
-    choices: Mapping[str, Any]
-    """The option chosen in each group."""
+    model: str
+    """The name of the model's option, or of its target."""
     settings: ModelConfig
     """The typed configuration, with references resolved."""
     notes: tuple[str, ...] = ()
@@ -101,103 +90,98 @@ class JobConfig:
 
 
 @final
-class Composition:
-    """The jobs that a command line asks for: one, or those of a sweep."""
-
-    def __init__(self, request: Request, overrides: Sequence[tuple[str, ...]]) -> None:
-        self.request = request
-        self.jobs = overrides
-        """The overrides of each job: every combination of the given values, the last key changing fastest."""
-        self._composed: dict[tuple[str, ...], JobConfig] = {}
-
-    def job(self, overrides: tuple[str, ...]) -> JobConfig:
-        if overrides not in self._composed:
-            with open_hydra(self.request.command, self.request.config_dir) as hydra:
-                self.compose(hydra, overrides)
-        return self._composed[overrides]
-
-    def compose(self, hydra: Hydra, overrides: tuple[str, ...]) -> None:
-        with config_errors(self.request.command):
-            tree, chosen = _compose_tree(hydra, self.request, overrides)
-        replaced = _loader(hydra).replaced_groups
-        choices = {**chosen, **dict.fromkeys(replaced, CUSTOM)}
-        recorded = [
-            *(f"{group}={CUSTOM}" for group in replaced),
-            *(word for word in overrides if override_key(word) not in replaced),
-        ]
-        own = _without_hydra(tree)
-        settings = settings_of(own, self.request.command, self.request.overrides)
-        _check_plan_keys(settings, overrides)
-        plain: Any = OmegaConf.to_container(own)
-        notes = [*notes_on_replaced(plain, chosen, overrides)]
-        if note := overridden_epochs(settings, overrides):
-            notes.append(note)
-        self._composed[overrides] = JobConfig(tuple(recorded), own, choices, settings, tuple(notes))
-
-    def digest(self, without: Sequence[str]) -> str:
-        """A fingerprint of all jobs, whatever the values of the keys in `without`.
-
-        Every value of every key has been composed at least once, so it covers the content of all files in use.
-        """
-        words = [sorted(without_keys(job, without)) for job in self.jobs]
-        trees = [OmegaConf.to_container(config.tree) for config in self._composed.values()]
-        kept = [
-            {key: value for key, value in tree.items() if key not in without}
-            for tree in trees
-            if isinstance(tree, dict)
-        ]
-        content = json.dumps([self.request.command, words, kept], sort_keys=True, default=str)
-        return hashlib.sha256(content.encode()).hexdigest()
+@dataclass(frozen=True)
+class _Composed:
+    tree: DictConfig
+    choices: Mapping[str, Any]
+    words: tuple[str, ...]
+    file: ConfigFile | None
+    notes: tuple[str, ...]
 
 
-def compose(request: Request, *, multirun: bool = False) -> Composition:
-    """Compose and check what a command line asks for.
-
-    A sweep is checked value by value, each with the first values of the other keys; the remaining combinations are
-    composed when their turn comes.
-    """
-    with open_hydra(request.command, request.config_dir) as hydra:
-        with config_errors(request.command):
-            values = _parse(hydra, request, multirun=multirun)
-        composition = Composition(request, list(product(*values)))
-        first = tuple(choices[0] for choices in values)
-        composition.compose(hydra, first)
-        for position, choices in enumerate(values):
-            for value in choices[1:]:
-                composition.compose(hydra, (*first[:position], value, *first[position + 1 :]))
-    return composition
+def compose(request: Request) -> JobConfig:
+    """Compose and check the only job of a command line, or one of a sweep."""
+    composed = _compose(request)
+    file = composed.file
+    with nullcontext() if file is None else file.named_in_errors():
+        settings = settings_of(composed.tree, request.command, request.words)
+    overrides = (*(() if file is None else file.words), *composed.words)
+    _check_plan_keys(settings, overrides)
+    note = overridden_epochs(settings, overrides)
+    return JobConfig(
+        overrides,
+        composed.tree,
+        _model_name(composed),
+        settings,
+        (*composed.notes, *([note] if note else ())),
+    )
 
 
 def compose_tree(request: Request) -> DictConfig:
-    """The composed tree with its `hydra` node, for printing; it may be an unfinished configuration."""
-    with open_hydra(request.command, request.config_dir) as hydra, config_errors(request.command):
-        _parse(hydra, request, multirun=False)
-        return _compose_with_hydra(hydra, request, _prepared(hydra, request, request.overrides))
+    """The composed tree, which may be an unfinished configuration."""
+    return _compose(request).tree
 
 
-def compose_plain(request: Request) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The composed configuration as plain values, references as text; and the option chosen in each group."""
-    with open_hydra(request.command, request.config_dir) as hydra, config_errors(request.command):
-        _parse(hydra, request, multirun=False)
-        tree, choices = _compose_tree(hydra, request, request.overrides)
-    return _plain(tree), choices
+def expand(words: Sequence[str], command: str) -> list[tuple[str, ...]]:
+    """The words of each job of a sweep: every combination of the given values, the last key changing fastest."""
+    with config_errors(command):
+        values = [
+            _sweep_values(override)
+            for override in OverridesParser.create().parse_overrides(list(map(quote_override, words)))
+        ]
+    return list(product(*values))
 
 
-def _without_hydra(tree: DictConfig) -> DictConfig:
-    if HYDRA_NODE in tree:
-        return OmegaConf.masked_copy(tree, [str(key) for key in tree if key != HYDRA_NODE])
-    # As a copy would be: it takes keys that the command does not have.
-    OmegaConf.set_struct(tree, None)
-    return tree
+def _compose(request: Request) -> _Composed:
+    with prepared(request) as (primary, given, file, composing):
+        with config_errors(request.command), initialize(None, request.command, **VERSION):
+            _refuse_sweeps(given)
+            tree = hydra.compose(primary, given, return_hydra_config=True)
+    choices = tree.hydra.runtime.choices
+    plain = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+    OmegaConf.set_struct(plain, None)
+    if packages := [name for name in named_packages(request.words) if name not in plain.allow]:
+        plain.allow = [*plain.allow, *packages]
+    notes = (*(() if file is None else file.notes), *composing.notes)
+    return _Composed(plain, choices, tuple(given), file, notes)
 
 
-def _plain(tree: DictConfig) -> dict[str, Any]:
-    plain = OmegaConf.to_container(_without_hydra(tree))
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+@contextmanager
+def prepared(
+    request: Request, config: HydraConf | None = None
+) -> Iterator[tuple[str, list[str], ConfigFile | None, Composing]]:
+    """Inside, Hydra composes the request from this primary configuration and these words.
+
+    config: as for `search_path`.
+    """
+    command, words = request.command, request.words
+    check_words(command, words, continues_run=request.continues_run)
+    own = [word for word in words if not word.startswith(WORD) and not sets_hydra(word)]
+    given = to_hydra(own, open_groups=COMPONENT_GROUPS if request.continues_run else ())
+    options = {key: value for key, _, value in (word.partition("=") for word in given) if key in GROUPS}
+    composing = Composing(None if request.config_dir is None else Path(request.config_dir), options)
+    primary = request.config_name or command
+    file = read_config_file(command, words, primary)
+    with search_path(command, composing, config), nullcontext() if file is None else file.named_in_errors():
+        if file is not None:
+            primary = primary_name(file.path)
+            node = OmegaConf.create(dict(file.primary))
+            fit_components(node, file.path)
+            store(primary, node)
+        yield primary, given, file, composing
 
 
-def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> ModelConfig:
+def _model_name(composed: _Composed) -> str:
+    """The option of the model, or the last part of its target."""
+    choice = composed.choices.get("model")
+    saved = None if composed.file is None else composed.file.options.get("model")
+    if choice not in (None, CUSTOM):
+        return str(choice)
+    tree: Any = OmegaConf.to_container(composed.tree)  # unresolved: a directory name must not reveal a secret
+    return saved or str((tree.get("model") or {}).get("_target_", "model")).rpartition(".")[2]
+
+
+def settings_of(tree: DictConfig, command: str, words: Sequence[str]) -> ModelConfig:
     """The typed configuration: no key lost, none unknown, every value checked."""
     _hide_environment_values()
     with config_errors(command):
@@ -206,7 +190,7 @@ def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> Mod
         assert isinstance(plain, dict)
         check_numbers(plain)
         settings = typed({str(key): value for key, value in plain.items()}, command)
-    _check_allow(settings, overrides)
+    settings = replace(settings, allow=_allowed(settings, words))
     components = {group: getattr(settings, group) for group in COMPONENT_GROUPS if hasattr(settings, group)}
     check_targets(components, settings.allow)
     check(settings)
@@ -251,35 +235,40 @@ def _hide_environment_values() -> None:
         remember(name, value)
         return value
 
-    OmegaConf.register_new_resolver("oc.env", resolve, replace=True)
+    # OmegaConf 2.4, which Hydra 1.4 needs, has a new name for it and warns of the old one.
+    register: Any = OmegaConf.register_resolver if IS_1_4 else OmegaConf.register_new_resolver
+    register("oc.env", resolve, replace=True)
 
 
-def _check_allow(settings: ModelConfig, overrides: Sequence[str]) -> None:
-    """Only the command line may set `allow`, which lets a configuration run code; a file never may."""
-    given = [word for word in overrides if override_key(word) == "allow"]
+def _allowed(settings: ModelConfig, words: Sequence[str]) -> list[str]:
+    """The packages whose code may run: those that the command line or the environment names, and no file."""
+    given = [word for word in words if override_key(word) == "allow"]
     if any("${" in word for word in given):
         raise ConfigError(
             f"{given[0]}: write out the names of the packages; a reference may change unnoticed"
         )
-    if settings.allow and not given:
-        names = ",".join(settings.allow)
-        raise ConfigError(
-            f"allow=[{names}]: may only be given on the command line, not in a file; add it there if you trust them"
-        )
-    for package in settings.allow:
+    environment = [name for name in os.environ.get(ALLOW_VARIABLE, "").split(",") if name]
+    trusted = {*environment, *named_packages(words), *(settings.allow if given else ())}
+    for package in (*settings.allow, *environment):
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", package):
             raise ConfigError(f"allow={settings.allow}: {package!r} is not a package name")
+    if untrusted := [package for package in settings.allow if package not in trusted]:
+        raise ConfigError(f"allow=[{','.join(untrusted)}]: {ALLOW_CURE}")
+    return list(dict.fromkeys((*settings.allow, *environment)))
 
 
 def _check_plan_keys(settings: ModelConfig, overrides: Sequence[str]) -> None:
     """Refuse limits of a search that does not take place."""
-    used = {
-        "plan.verify_budget": (isinstance(settings, PlanConfig) and settings.verify, "gpipe plan verify=true")
-    }
-    if isinstance(settings, TrainConfig):
-        used["plan.budget"] = (settings.plan.auto, "plan=auto")
+    if not isinstance(settings, TrainConfig):
+        verify = getattr(settings, "verify", True)
+        used = {"plan.verify_budget": (verify, "gpipe plan verify=true")}
+    else:
         searches = settings.plan.auto or settings.schedule.name == AUTO
-        used["plan.cache"] = (searches, "plan=auto or schedule=auto")
+        used = {
+            "plan.verify_budget": (False, "gpipe plan verify=true"),
+            "plan.budget": (settings.plan.auto, "plan=auto"),
+            "plan.cache": (searches, "plan=auto or schedule=auto"),
+        }
     for key, (is_used, needed) in used.items():
         if sets_key(overrides, key) and not is_used:
             raise ConfigError(f"{key}: has no effect without {needed}; remove it")
@@ -293,90 +282,11 @@ def overridden_epochs(settings: ModelConfig, overrides: Sequence[str]) -> str | 
     return f"epochs has no effect, because a file sets steps={steps}, which overrides it; add steps=null"
 
 
-def _loader(hydra: Hydra) -> GuardedLoader:
-    loader = hydra.config_loader
-    assert isinstance(loader, GuardedLoader)
-    return loader
-
-
-def _prepared(hydra: Hydra, request: Request, overrides: Sequence[str]) -> list[str]:
-    """Tell the loader what it may replace; the overrides as Hydra takes them."""
-    loader = _loader(hydra)
-    loader.open_groups = frozenset(COMPONENT_GROUPS if request.continues_run else ())
-    loader.given_targets = frozenset(
-        override_group(word) for word in overrides if override_key(word).endswith("._target_")
-    ).intersection(COMPONENT_GROUPS)
-    # A component's own keys need not be listed in its YAML, so there `+key` also sets a key that is listed.
-    return [
-        f"++{word.lstrip('+')}" if word[0] == "+" and override_group(word) in COMPONENT_GROUPS else word
-        for word in overrides
-    ]
-
-
-def _compose_tree(
-    hydra: Hydra, request: Request, overrides: Sequence[str]
-) -> tuple[DictConfig, Mapping[str, Any]]:
-    """The composed tree, and the option chosen in each group."""
-    words = _prepared(hydra, request, overrides)
-    try:
-        tree, choices = _loader(hydra).compose_without_hydra(request.config_name or request.command, words)
-    except (HydraException, OmegaConfBaseException):
-        # A file may have named an option of Hydra's own groups: only with those does Hydra find the actual mistake.
-        tree = _compose_with_hydra(hydra, request, words)
-        return tree, tree.hydra.runtime.choices
-    check_references(_plain(tree))
-    return tree, choices
-
-
-def _compose_with_hydra(hydra: Hydra, request: Request, words: list[str]) -> DictConfig:
-    tree = hydra.compose_config(
-        config_name=request.config_name or request.command, overrides=words, run_mode=RunMode.RUN
-    )
-    check_hydra_choices(tree.hydra.runtime.choices)
-    check_references(_plain(tree))
-    return tree
-
-
-def _parse(hydra: Hydra, request: Request, *, multirun: bool) -> list[list[str]]:
-    """For each override the plain overrides it stands for: itself, or those of a sweep's values."""
-    words = request.overrides
-    if any(override_key(word) == "recipes" for word in words) and (
-        not takes_recipes(request.command) or (request.continues_run and "resume=auto" not in words)
-    ):
-        command = f"{request.command} resume=..." if request.command == "train" else request.command
-        raise ConfigError(f"recipe: gpipe {command} takes none; its settings are those of its run")
-    for word in words:
-        if "=" not in word and not word.startswith("~"):
-            is_file = word.endswith((".yaml", ".yml"))
-            cure = f"did you mean config={word}?" if is_file else f"see `gpipe {request.command} --help`"
-            raise ConfigError(f"'{word}' is neither a flag nor key=value; {cure}")
-        if override_group(word) in NO_EFFECT.get(request.command, ()):
-            raise ConfigError(f"{override_key(word)}: has no effect on gpipe {request.command}; leave it out")
-    parsed = OverridesParser.create(hydra.config_loader).parse_overrides(list(words))
-    for override in parsed:
-        _check_override(override)
-    swept = [override for override in parsed if override.is_sweep_override()]
-    if swept and not multirun:
-        raise ConfigError(f"{swept[0].input_line}: several values need -m (a sweep), or [..] for a list")
-    return [_sweep_values(override) for override in parsed]
-
-
-def _check_override(override: Override) -> None:
-    key, line = override.key_or_group, override.input_line
-    if re.split(r"[./@]", key)[0] == HYDRA_NODE or (override.package or "").partition(".")[0] == HYDRA_NODE:
-        raise ConfigError(f"{line}: gpipe does not accept keys of Hydra; leave it out")
-    if override.is_sweep_override() and not override.is_discrete_sweep():
-        raise ConfigError(f"{line}: a sweep needs single values, such as a,b or range(1,5)")
-    if key not in (*GROUPS, "recipes") or override.is_delete() or override.is_sweep_override():
-        return
-    value = override.value()
-    # Hydra would resolve a reference, to whatever it may be.
-    if not isinstance(value, str) or "${" in value:
-        manual = f"balance=manual balance.layers={override.get_value_element_as_str()}"
-        names = [option.name for option in list_options(key)]
-        cure = manual if key == "balance" and isinstance(value, list) else or_list("", names)
-        shown = "".join(group_to_recipe([str(line)]))
-        raise ConfigError(f"{shown}: choose an option by its name; {cure}")
+def _refuse_sweeps(words: Sequence[str]) -> None:
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        if override.is_sweep_override():
+            line = str(override.input_line).removeprefix("++")
+            raise ConfigError(f"{line}: several values need -m (a sweep), or [..] for a list")
 
 
 def _sweep_values(override: Override) -> list[str]:

@@ -1,66 +1,252 @@
-"""gpipe <command> config=FILE: a whole run as one file of keys, or the config.yaml of an earlier run.
+"""config=FILE: a whole run as one file of keys, or the config.yaml of an earlier run.
 
-Keys of the command line override those of the file. Relative paths in the file mean what they mean on the command
-line: they start in the current folder.
+The file becomes a primary configuration of Hydra: it begins with that of the command, chooses options and sets keys.
+Relative paths in it mean what they mean on the command line: they start in the current folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any, final
 
-from gpipe_cli.config.compose import Request
-from gpipe_cli.config.file_words import ConfigFile, file_words
-from gpipe_cli.config.overrides import override_group, override_key, quote_override, recipe_to_group
-from gpipe_cli.config.saved_config import is_saved, reduce_saved
-from gpipe_cli.config.schema import GROUPS
-from gpipe_cli.config.yaml_files import load_mapping
-from gpipe_cli.errors import ConfigError, did_you_mean
+from omegaconf import OmegaConf
+
+from gpipe_cli.config.files import ALLOW_CURE, load_mapping, load_yaml
+from gpipe_cli.config.keys import chosen_options, hint_for_unknown, list_options
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS
+from gpipe_cli.config.words import override_key
+from gpipe_cli.errors import ConfigError, did_you_mean, or_list
+from gpipe_cli.values import flatten
 
 WORD = "config="
+OPTION = "option"
+"""In the mapping of a group, the key that names the option."""
+LAUNCH_KEYS = ("allow", "resume", "reset_optimizer", "run_dir")
+"""Keys of one launch; another run does not take them over."""
+DIVISION = ("balance", "schedule", "engine", "plan")
+"""Groups that each command has its own default of: gpipe train balances by time, and gpipe plan searches."""
+_KEY = re.compile(r"\+?[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
 
 
-@contextmanager
-def read_request(
-    command: str, words: Sequence[str], config_name: str | None, config_dir: str | None
-) -> Iterator[tuple[Request, tuple[str, ...]]]:
-    """What the words of a command line ask for, with the keys of the file they name, and notes about that file.
+@final
+@dataclass(frozen=True)
+class ConfigFile:
+    path: str
+    primary: Mapping[str, Any]
+    """The configuration that Hydra composes in place of the command's."""
+    words: tuple[str, ...]
+    """What the file gives, as the words of a command line would."""
+    options: Mapping[str, str]
+    """The options that the run chose; its config.yaml has only what they contain."""
+    notes: tuple[str, ...] = ()
+    """What the command does not take from the file, in lines for the user."""
 
-    Inside, an error about a key of the file begins with the file's name.
-    """
-    file, own = split_config_file(command, words)
-    with file.named_in_errors() if file else nullcontext():
-        overrides = recipe_to_group([*(file.words if file else ()), *map(quote_override, own)])
-        request = Request(command, tuple(overrides), config_name, config_dir)
-        yield request, file.notes if file else ()
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Let an error about one of its keys begin with the name of the file."""
+        try:
+            yield
+        except ConfigError as error:
+            message = str(error).replace(f" in {primary_name(self.path)}.yaml", "")
+            if not any(_is_about(message, override_key(word)) for word in self.words):
+                raise
+            raise ConfigError(f"{self.path}: {message}") from error
 
 
-def split_config_file(command: str, words: Sequence[str]) -> tuple[ConfigFile | None, list[str]]:
-    """The file that the words of a command line name, if any, and the other words."""
+def primary_name(path: str) -> str:
+    return f"config_{re.sub(r'[^A-Za-z0-9]', '_', path)}"
+
+
+def read_config_file(command: str, words: Sequence[str], primary: str) -> ConfigFile | None:
+    """The file that the words of a command line name, if any; primary: the configuration that it begins with."""
     names = [word.removeprefix(WORD) for word in words if word.startswith(WORD)]
-    others = [word for word in words if not word.startswith(WORD)]
     if len(names) > 1:
         raise ConfigError(f"config: given {len(names)} times ({', '.join(names)}); give one file")
-    return (_read(names[0], command, others) if names else None), others
-
-
-def _read(name: str, command: str, others: Sequence[str]) -> ConfigFile:
-    plain, notes = load_mapping(_existing(name)), []
-    if is_saved(plain):
-        plain, left_out = reduce_saved(plain, command)
-        if left_out:
-            notes.append(f"{name}: gpipe {command} leaves out what it does not use: {', '.join(left_out)}")
+    if not names:
+        return None
+    (name,) = names
+    path = _existing(name)
+    plain, notes, options = load_mapping(path), [], {}
+    given: tuple[str, ...] | None = None
     try:
-        words = file_words(plain, command)
+        if is_saved(plain):
+            given = recorded_words(path.parent)
+            options = {
+                group: option.name for group, option in chosen_options(saved_command(plain), given).items()
+            }
+            plain, left_out = _of_run(plain, command, given)
+            if left_out:
+                notes.append(
+                    f"{name}: gpipe {command} leaves out what it does not use: {', '.join(left_out)}"
+                )
+        nested = _nested(plain)
+        if any(override_key(word) == "epochs" for word in words):
+            nested.pop("steps", None)  # it would override them
+        defaults, keys = _lifted(nested, command)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-    for group in GROUPS:
-        option = _option_given(group, others)
-        keys = [override_key(word) for word in words if override_key(word).startswith(f"{group}.")]
-        if option is not None and keys:
-            notes.append(f"{name}: {option} replaces its keys {', '.join(keys)}")
-    return ConfigFile(name, tuple(word for word in words if not _is_replaced(word, others)), tuple(notes))
+    own = (f"{key}={value}" for key, value in flatten(keys))
+    chosen = (f"{group}={option}" for group, option in defaults.items())
+    entries = [primary, *({f"override /{group}": option} for group, option in defaults.items()), "_self_"]
+    return ConfigFile(
+        name,
+        {"defaults": entries, **keys},
+        (*chosen, *own) if given is None else tuple(word for word in given if override_key(word) in plain),
+        options,
+        tuple(notes),
+    )
+
+
+def recorded_words(run: Path) -> tuple[str, ...]:
+    """The options and keys that a run was started with, from its overrides.yaml; none if it has no such file."""
+    path = run / "overrides.yaml"
+    words = OmegaConf.to_container(load_yaml(path)) if path.is_file() else []
+    return tuple(word for word in words if isinstance(word, str)) if isinstance(words, list) else ()
+
+
+def is_saved(plain: Mapping[Any, Any]) -> bool:
+    """Whether it is the complete configuration of a run: `allow`, and every component with its `_target_`."""
+    components = [value for key, value in plain.items() if key in COMPONENT_GROUPS]
+    return (
+        "allow" in plain
+        and "model" in plain
+        and all(isinstance(component, dict) and "_target_" in component for component in components)
+    )
+
+
+def saved_command(saved: Mapping[str, Any]) -> str:
+    """The command that saved it."""
+    return "profile" if "timeline" in saved else "train"
+
+
+def _of_run(saved: Mapping[str, Any], command: str, given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What the command takes of a saved configuration, and the keys that it does not have."""
+    source = saved_command(saved)
+    # The keys that mean the same to both commands are those of the classes that both derive from.
+    classes = set(SCHEMAS[source].__mro__) & set(SCHEMAS[command].__mro__)
+    shared = {field.name for cls in classes if is_dataclass(cls) for field in fields(cls)}
+    shared -= set(NO_EFFECT.get(command, ()))
+    if source != command:
+        chosen = {override_key(word).partition(".")[0] for word in given}
+        shared -= {group for group in DIVISION if group not in chosen}
+    everywhere = {field.name for schema in SCHEMAS.values() for field in fields(schema)}
+    taken = {key: value for key, value in saved.items() if key in shared or key not in everywhere}
+    left_out = [key for key in saved if key in everywhere and key not in (*shared, *LAUNCH_KEYS)]
+    return {key: value for key, value in taken.items() if key not in LAUNCH_KEYS}, left_out
+
+
+def readable(saved: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """A saved configuration for people to change: without defaults, and with the options that the words chose."""
+    options = chosen_options(saved_command(saved), words)
+    schema = SCHEMAS[saved_command(saved)]
+    defaults = {field.name: field.default for field in fields(schema) if field.default is not MISSING}
+    shown: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key in LAUNCH_KEYS or (key in defaults and value == defaults[key]):
+            continue
+        option = options.get(key)
+        shown[key] = value
+        if option is not None and isinstance(value, dict):
+            own = {name: member for name, member in load_mapping(option.path).items() if name != "defaults"}
+            if own.keys() <= value.keys() and own.get("_target_") == value.get("_target_"):
+                changes = {
+                    name: member for name, member in value.items() if name not in own or own[name] != member
+                }
+                shown[key] = {OPTION: option.name, **changes} if changes else option.name
+    return shown
+
+
+def _nested(plain: Mapping[Any, Any]) -> dict[str, Any]:
+    """Put `optimizer.lr: 0.1` where `optimizer: {lr: 0.1}` would be."""
+    nested: dict[str, Any] = {}
+    for key, value in plain.items():
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise ConfigError(f"{key!r} is not the name of a key")
+        name, *inner = key.removeprefix("+").split(".")
+        for part in reversed(inner):
+            value = {part: value}
+        before = nested.get(name)
+        if name in nested and name in (*GROUPS, "recipe"):
+            # `model: resnet18` beside `model.num_classes: 5`
+            before = before if isinstance(before, dict) else {OPTION: before}
+            value = value if isinstance(value, dict) else {OPTION: value}
+        nested[name] = value if name not in nested else _joined(before, value, name)
+    return nested
+
+
+def _joined(before: Any, value: Any, path: str) -> Any:
+    if not (isinstance(before, dict) and isinstance(value, dict)):
+        raise ConfigError(f"{path}: given twice")
+    joined = dict(before)
+    for key, member in value.items():
+        joined[key] = _joined(joined[key], member, f"{path}.{key}") if key in joined else member
+    return joined
+
+
+def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """The option that the file chooses in each group, and the keys that it sets."""
+    options: dict[str, str] = {}
+    keys: dict[str, Any] = {}
+    for name, value in nested.items():
+        _check_name(name, command)
+        if name == "recipe":
+            options["recipes"] = _recipe(value)
+        elif name in GROUPS:
+            mapping = (
+                {str(key).removeprefix("+"): member for key, member in value.items()}
+                if isinstance(value, dict)
+                else {OPTION: value}
+            )
+            # Some options have a key `name`; it names the option only where nothing else does. That of a schedule is
+            # its own.
+            key = OPTION if {OPTION, "_target_"} & mapping.keys() or name == "schedule" else "name"
+            if key in mapping:
+                options[name] = _option(f"{name}.{key}" if key == "name" else name, mapping.pop(key))
+            for inner in mapping:
+                if not _KEY.fullmatch(inner):
+                    raise ConfigError(f"{name}: {inner!r} is not the name of a key")
+            if mapping:
+                keys[name] = mapping
+        else:
+            keys[name] = value
+    return options, keys
+
+
+def _check_name(name: str, command: str) -> None:
+    if name == "allow":
+        raise ConfigError(f"allow: {ALLOW_CURE}")
+    if name == "hydra":
+        raise ConfigError("hydra: no file may configure Hydra; give it on the command line")
+    if name == "defaults":
+        raise ConfigError(
+            "defaults: a file of keys has no list of defaults; choose an option by its group, as in model: resnet18"
+        )
+    if name not in {field.name for field in fields(SCHEMAS[command])} | {"recipe"}:
+        raise ConfigError(f"unknown key '{name}'; {hint_for_unknown(name, command)}")
+
+
+def _recipe(value: Any) -> str:
+    mapping = value if isinstance(value, dict) else {OPTION: value}
+    for key in mapping:
+        if key not in (OPTION, "name", "scale"):
+            raise ConfigError(f"unknown key 'recipe.{key}'; {or_list(str(key), (OPTION, 'scale'))}")
+    name = _option("recipe", mapping.get(OPTION, mapping.get("name")))
+    return f"{mapping['scale']}/{name}" if mapping.get("scale") not in (None, "full") else name
+
+
+def _option(key: str, value: Any) -> str:
+    if isinstance(value, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)*", value):
+        return value
+    group = "recipes" if key == "recipe" else key.partition(".")[0]
+    cure = or_list("", [option.name for option in list_options(group)])
+    if key == "balance" and isinstance(value, list):
+        cure = f"balance: {{option: manual, layers: {value}}}"
+    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    raise ConfigError(f"{key}: {shown}: choose an option by its name; {cure}")
 
 
 def _existing(name: str) -> Path:
@@ -78,16 +264,7 @@ def _existing(name: str) -> Path:
     return path
 
 
-def _is_replaced(word: str, others: Sequence[str]) -> bool:
-    """Whether the command line sets the key itself, a key above it, or the option of its group."""
-    key, group = override_key(word), override_group(word)
-    given = {override_key(other) for other in others}
-    return bool(
-        any(f"{key}.".startswith(f"{other}.") for other in given)
-        or (key == "steps" and "epochs" in given)  # the file's steps would override them
-        or (group in GROUPS and _option_given(group, others))
-    )
-
-
-def _option_given(group: str, others: Sequence[str]) -> str | None:
-    return next((word for word in others if override_key(word) in (group, f"{group}._target_")), None)
+def _is_about(message: str, key: str) -> bool:
+    """Whether an error message begins with the key; that of an option is not about the keys below it."""
+    end = r"(?![\w.])" if key in GROUPS else r"(?!\w)"
+    return re.match(rf"(unknown key ')?\+*{re.escape(key)}{end}", message) is not None

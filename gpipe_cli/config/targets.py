@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, final
 
-from gpipe_cli.config.options import list_options
+from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import COMPONENT_GROUPS
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 from gpipe_cli.huggingface import import_package

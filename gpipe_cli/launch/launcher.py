@@ -61,10 +61,8 @@ def launch_ranks(
 def _program(task: RankTask, files: RankFiles) -> list[str]:
     # Each attempt has a new folder, so the exit reports and the store of the last one cannot be mistaken for its own.
     files.write_task(task)
-    imports = (
-        f"import gpipe_cli.commands.jobs, gpipe_cli.commands.{task.command}, gpipe_cli.engines.processes"
-    )
-    return program(imports, "gpipe_cli.commands.jobs.run_as_rank(sys.argv[1])", files.folder)
+    imports = f"import gpipe_cli.jobs, gpipe_cli.commands.{task.command}, gpipe_cli.engines.processes"
+    return program(imports, "gpipe_cli.jobs.run_as_rank(sys.argv[1])", files.folder)
 
 
 def _result(report: ExitReport) -> Mapping[str, Any]:

@@ -46,8 +46,8 @@ class RankTask:
     config: str
     """The composed configuration as YAML."""
     model: str
-    number: int | None
-    """The job's position in a sweep."""
+    in_sweep: bool
+    """Whether it is one of several jobs, whose results are printed together."""
     balance: list[int]
     began: float
     """When the command began, by the monotonic clock; its time limit counts from there."""

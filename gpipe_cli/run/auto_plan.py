@@ -12,9 +12,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
+from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_setup import is_rank
 from gpipe_cli.plan.prediction import OFFLOAD, advice
@@ -52,7 +52,7 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
     loader = make_loader(settings)
     model = make_model(settings, loader, initial_weights=settings.resume is None).sequence
     loader = with_least_rows(settings, loader, model)
-    began = job.began if job.number is None else time.monotonic()
+    began = job.began if not job.in_sweep else time.monotonic()
     planner = Planner(settings, job.overrides, loader, model, began)
     planned = planner.plan(keep=PLANS)
     best = planned.plans[0]

@@ -14,7 +14,6 @@ from torch import nn
 
 from gpipe_cli.accelerator.devices import available_cores, is_accelerator
 from gpipe_cli.accelerator.memory import is_out_of_memory
-from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import (
     BalanceConfig,
     CostConfig,
@@ -23,6 +22,7 @@ from gpipe_cli.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import measure_link

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.config.instantiate import accepted_arguments, bind, instantiate
-from gpipe_cli.config.options import default_options
-from gpipe_cli.config.overrides import sets_key
+from gpipe_cli.config.keys import default_options
 from gpipe_cli.config.parameter_groups import GROUPS, group_options, optimizer_arguments
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
@@ -24,6 +23,7 @@ from gpipe_cli.config.schema import (
     TrainConfig,
     TrainedConfig,
 )
+from gpipe_cli.config.words import sets_key
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_setup import is_rank

@@ -10,9 +10,7 @@ from typing import Any, final
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.config.compose import JobConfig
-from gpipe_cli.config.hydra_loader import CUSTOM
-from gpipe_cli.config.overrides import override_group
+from gpipe_cli.config.words import override_group
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 
 Summary = Mapping[str, Any]
@@ -40,8 +38,8 @@ class Job:
     """The composed configuration, to be saved: references are unresolved, so that it contains no secret."""
     model: str
     """The name of the model's option, for names of directories and logged runs."""
-    number: int | None
-    """The index of the job in a sweep; None for a single job."""
+    in_sweep: bool
+    """Whether it is one of several jobs, whose results are printed together."""
     json: bool
     dry_run: bool
     began: float = field(default_factory=time.monotonic)
@@ -60,7 +58,7 @@ class Job:
             line=task.line,
             tree=tree,
             model=task.model,
-            number=task.number if task.run_directory is None else None,
+            in_sweep=task.in_sweep,
             json=task.json,
             dry_run=False,
             began=task.began,
@@ -70,19 +68,10 @@ class Job:
     @property
     def shows_result(self) -> bool:
         """Whether the command prints its result: a sweep prints all at its end, and a launcher that of its ranks."""
-        return not self.json and self.number is None and self.rank is None
+        return not self.json and not self.in_sweep and self.rank is None
 
     def train_command(self, without: Collection[str]) -> str:
         """The command that trains with the same overrides, except for some keys and the keys below them."""
         words = shlex.split(self.line)[2:]
         remaining = [word for word in words if override_group(word) not in without]
         return shlex.join(["gpipe", "train", *remaining])
-
-
-def model_name(config: JobConfig) -> str:
-    """The option of the model, or the last part of its target."""
-    choice = config.choices.get("model")
-    if choice not in (None, CUSTOM):
-        return str(choice)
-    tree: Any = OmegaConf.to_container(config.tree)  # unresolved: a directory name must not reveal a secret
-    return str((tree.get("model") or {}).get("_target_", "model")).rpartition(".")[2]

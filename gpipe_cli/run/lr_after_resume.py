@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.config.instantiate import instantiate
-from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.training.loop import TrainSpec
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import memory_objective_from_facts
-from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
+from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import LayerCosts

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from gpipe_cli.accelerator.devices import available_cores, default_partitions, resolve_devices
-from gpipe_cli.config.overrides import override_key, sets_key
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
+from gpipe_cli.config.words import override_key, sets_key
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.bound import MemoryFit

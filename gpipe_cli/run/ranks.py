@@ -59,7 +59,7 @@ def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts) -> Summary:
         line=job.line,
         config=OmegaConf.to_yaml(job.tree),
         model=job.model,
-        number=job.number,
+        in_sweep=job.in_sweep,
         balance=partitioning.balance,
         order=order_text(partitioning.spec),
         began=job.began,

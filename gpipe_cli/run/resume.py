@@ -96,7 +96,7 @@ def load_resumed_run(
     lock: hold the run directory's lock until `cleanup` is closed.
     """
     _check_restarts(settings, job)
-    directory = resumed_directory(settings.resume, settings.run_dir, job.number)
+    directory = resumed_directory(settings.resume, settings.run_dir)
     if directory is None:
         return None
     if not Path(str(settings.resume)).is_dir() and settings.resume != "auto":

@@ -13,9 +13,8 @@ from typing import Any, final
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from gpipe_cli.config.hydra_loader import reject_hydra_keys
-from gpipe_cli.config.overrides import override_key
-from gpipe_cli.config.yaml_files import load_yaml
+from gpipe_cli.config.files import key_path, load_yaml
+from gpipe_cli.config.words import override_key
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, load_module, nonpersistent_buffers
 from gpipe_cli.errors import ConfigError, RunError
@@ -52,7 +51,9 @@ def saved_config(run: Path) -> DictConfig:
         raise RunError(str(error)) from error
     if not isinstance(tree, DictConfig):
         raise RunError(f"{path}: not a configuration: its top level must be a mapping of keys")
-    reject_hydra_keys(tree, str(path))
+    if "hydra" in tree:
+        plain: Any = OmegaConf.to_container(tree)
+        raise ConfigError(f"{path}: sets {key_path(plain, 'hydra')}: no file may configure Hydra; remove it")
     return tree
 
 

@@ -13,7 +13,7 @@ from typing import Any, final
 from omegaconf import OmegaConf
 from torch import nn
 
-from gpipe_cli.config.options import default_options
+from gpipe_cli.config.keys import default_options
 from gpipe_cli.config.schema import CostConfig, EngineConfig, TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import module_state
@@ -102,7 +102,7 @@ def set_up_run(
             setup = replace(setup, messages=[*setup.messages, line])
         setup = replace(setup, messages=[*setup.messages, *_changed_ranks(resumed.directory, launch)])
     elif world.is_rank_zero:
-        directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
+        directory = make_run_directory(settings.run_dir, job.command, job.model)
         cleanup.enter_context(lock_run_directory(directory))
         write_config(directory, job)
         setup = RunSetup(directory)

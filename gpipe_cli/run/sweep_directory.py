@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import final
 
 from gpipe_cli.config.compose import Composition
-from gpipe_cli.config.overrides import sets_key, without_keys
 from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.config.words import sets_key, without_keys
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.run.job import Summary

@@ -36,10 +36,10 @@ LEFTOVERS = (LOCK_NAME, f"config.yaml{UNFINISHED}")
 """What a run leaves that was killed before it had a configuration; the next run in the directory replaces it."""
 
 
-def check_run_dir(run_dir: str | None, number: int | None) -> None:
+def check_run_dir(run_dir: str | None) -> None:
     """Reject a directory that cannot be used, before anything expensive is done."""
     check_directory_name(run_dir)
-    path = planned_run_directory(run_dir, number)
+    path = planned_run_directory(run_dir)
     try:
         if run_dir is not None and path.is_dir() and {entry.name for entry in path.iterdir()} - {*LEFTOVERS}:
             has_run = (path / "config.yaml").exists()
@@ -66,44 +66,32 @@ def check_directory_name(run_dir: str | None) -> None:
         )
 
 
-def make_run_directory(run_dir: str | None, command: str, name: str, number: int | None) -> Path:
-    """The given directory (for a job of a sweep, a numbered folder in it), else a new one named by the time."""
-    check_run_dir(run_dir, number)
+def make_run_directory(run_dir: str | None, command: str, name: str) -> Path:
+    """The given directory, else a new one named by the time."""
+    check_run_dir(run_dir)
     try:
         if run_dir is None:
             return _make_timestamped(Path("runs") / command / _path_component(name))
-        path = explicit_run_directory(run_dir, number)
+        path = Path(run_dir)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResourceError(f"run_dir: the directory cannot be created: {error}") from error
     return path
 
 
-def planned_run_directory(run_dir: str | None, number: int | None) -> Path:
+def planned_run_directory(run_dir: str | None) -> Path:
     """Where a run will be, or the folder it will be in: the rest of its name depends on when it is created."""
-    return Path("runs") if run_dir is None else explicit_run_directory(run_dir, number)
+    return Path("runs" if run_dir is None else run_dir)
 
 
-def explicit_run_directory(run_dir: str, number: int | None) -> Path:
-    """The directory the user gave; for a job of a sweep, a numbered folder in it."""
-    if number is None:
-        return Path(run_dir)
-    path = Path(run_dir) / str(number)
-    if path.is_symlink():  # the user chose the folder of the sweep, but not what is in it
-        raise ConfigError(
-            f"run_dir={run_dir}: {path} is a symbolic link; remove it, or choose another directory"
-        )
-    return path
-
-
-def resumed_directory(resume: str | None, run_dir: str | None, number: int | None) -> Path | None:
+def resumed_directory(resume: str | None, run_dir: str | None) -> Path | None:
     """The run that `resume` names, or that of `run_dir` if there is one; it need not exist. None for a new run."""
     if resume is None:
         return None
     if resume != "auto":
         return run_directory_of(Path(resume)) if is_snapshot(Path(resume)) else Path(resume)
     assert run_dir is not None, "the configuration was checked"
-    path = explicit_run_directory(run_dir, number)
+    path = Path(run_dir)
     return path if (path / "config.yaml").exists() else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpipe_cli.config.options import list_options
+from gpipe_cli.config.keys import list_options
 
 Gpipe = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.config.overrides import quoted
+from gpipe_cli.config.words import quoted
 
 Gpipe = Callable[..., Any]
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from gpipe_cli.cli import main
 from tests.conftest import TINY_TRAINING
 from tests.snapshot_tensors import snapshot_tensors
 
+JOB_START = str(int(time.time()))
+"""When Slurm started the job, in seconds since 1970."""
 Gpipe = Callable[..., Any]
 SLURM = ("slurm", "nodes=2", "gpus_per_node=4", "time_limit=4h", "run_dir=run")
 TORCHRUN = ("torchrun", "hosts=[node0,node1]", "gpus_per_node=4", "run_dir=run")
@@ -59,7 +62,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": TORCH}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_START_TIME": "1763460000"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_START_TIME": JOB_START}
     job |= {"NODES": "n1 n2", "code": "an unrelated variable", "CODE": "", "WAIT": ""}
     for name, value in {**job, "PATH": f"{folder}:{os.environ['PATH']}", "STATUS": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -91,7 +94,7 @@ def test_a_slurm_job_starts_torchrun_on_every_node_with_the_words_as_they_were_g
     answer = execute(script)
     assert (answer.returncode, answer.stderr) == (0, "")
     assert Path("srun.txt").read_text().split() == ["--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none"]
-    assert Path("environment.txt").read_text().split() == ["1763460000", "290"]
+    assert Path("environment.txt").read_text().split() == [JOB_START, "290"]
     for node in ("n1", "n2"):
         started = Path(f"started-{node}.txt").read_text()
         options, _, words = started.partition("\n-m\ngpipe_cli\n")

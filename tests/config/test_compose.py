@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpipe_cli.config.hydra_loader import GuardedLoader
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.compose import Request, compose, compose_tree
-from gpipe_cli.config.hydra_loader import GuardedLoader
-from gpipe_cli.config.options import list_options
+from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, TrainConfig
 from gpipe_cli.errors import ConfigError
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import yaml
-
 from gpipe_cli.config.file_words import ConfigFile, file_words
+
 from gpipe_cli.errors import ConfigError
 
 SAME = {

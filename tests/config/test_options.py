@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.config.options import (
+from gpipe_cli.config.keys import (
     Option,
     conf_dir,
     default_options,

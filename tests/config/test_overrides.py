@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.config.overrides import SCALES, group_to_recipe, quote_override, recipe_to_group
+from gpipe_cli.config.words import SCALES, group_to_recipe, quote_override, recipe_to_group
 from gpipe_cli.errors import ConfigError
 
 names = st.from_regex(r"[a-z][a-z0-9_]*", fullmatch=True)

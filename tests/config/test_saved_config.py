@@ -3,11 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gpipe_cli.config.file_words import file_words
+from gpipe_cli.config.saved_config import is_saved, reduce_saved
 
 from gpipe_cli.config.compose import Request, compose_plain
-from gpipe_cli.config.file_words import file_words
-from gpipe_cli.config.options import list_options
-from gpipe_cli.config.saved_config import is_saved, reduce_saved
+from gpipe_cli.config.keys import list_options
 
 CASES = {
     "": {"model": "resnet18"},

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.config.yaml_files import MOST_BYTES, check_references, load_yaml, parse_yaml
+from gpipe_cli.config.files import MOST_BYTES, check_references, load_yaml, parse_yaml
 from gpipe_cli.errors import ConfigError
 
 LAUGHS = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(

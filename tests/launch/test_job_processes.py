@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import closing
 
 import pytest
+from gpipe_cli.launch.job_processes import JobExit, run_side_by_side
 
 from gpipe_cli.errors import Interrupted
 from gpipe_cli.launch import job_processes
-from gpipe_cli.launch.job_processes import JobExit, run_side_by_side
 
 WAITING = (
     "import signal, sys; from gpipe_cli.launch.job_processes import prepare_child; import json; "

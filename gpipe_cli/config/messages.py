@@ -9,11 +9,9 @@ from contextlib import contextmanager
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from gpipe_cli.config.hydra_loader import CUSTOM
-from gpipe_cli.config.options import known_keys, list_options
-from gpipe_cli.config.overrides import SCALE_KEY, SMALL
-from gpipe_cli.config.schema import GROUPS
-from gpipe_cli.errors import ConfigError, did_you_mean, or_list
+from gpipe_cli.config.keys import hint_for_unknown, list_options
+from gpipe_cli.config.words import CUSTOM, SCALE_KEY, SMALL
+from gpipe_cli.errors import ConfigError, or_list
 
 UNPREPARED = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """What both raise where they did not expect a value."""
@@ -30,8 +28,8 @@ def config_errors(command: str) -> Iterator[None]:
     except OverrideParseException as error:
         key, _, value = str(error.override).partition("=")
         raise ConfigError(
-            f"{error.override}: cannot be read ({_first_line(error)}); if the value is text, put it in quotes that the "
-            f"shell leaves alone: \"{key}='{value}'\""
+            f"{error.override}: cannot be read; if the value is text, put it in quotes that the shell leaves alone: "
+            f"\"{key}='{value}'\""
         ) from error
     except (HydraException, OmegaConfBaseException, *UNPREPARED) as error:
         raise ConfigError(_describe(error, command)) from error
@@ -46,35 +44,34 @@ def _missing_option(error: MissingConfigException) -> str:
     if group == f"recipes/{SMALL}":
         small = or_list(option, [option.name for option in list_options(group)])
         return f"recipe={option} {SCALE_KEY}={SMALL}: no recipe of that name has that scale, leave it out; {small}"
-    label = "recipe" if group == "recipes" else group
-    wanted = f"{label}={option}: no such option" if group else _no_primary(missing)
+    if not group:
+        return (
+            f"--config-name {missing}: no such config; it is looked for in the folder given as --config-dir"
+        )
+    wanted = f"{'recipe' if group == 'recipes' else group}={option}: no such option"
     return f"{wanted}; {or_list(option, available)}" if available else wanted
 
 
-def _no_primary(name: str) -> str:
-    return f"--config-name {name}: no such config; it is looked for in the folder given as --config-dir"
-
-
 def _describe(error: Exception, command: str) -> str:
+    # Hydra 1.4 raises some errors without a text, and their cause has it.
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    whole = " ".join(str(error).split())
-    key = getattr(cause, "full_key", None) or ""
+    whole = " ".join(f"{error}".split()) or " ".join(f"{cause}".split())
+    in_file = re.match(r"In '(.+?)': (\w+) raised while composing config: (.*)", whole)
+    full_key = re.search(r"full_key: (\S+)", whole)
+    key = getattr(cause, "full_key", None) or (full_key[1] if full_key else "")
     unknown = re.search(r"Key '(.+?)' (?:is )?not in|Could not override '(.+?)'", f"{cause} {whole}")
     if unknown:
         key = key or next(name for name in unknown.groups() if name)
-        place = re.match(r"In '(.+?)':", whole)
-        hint = (
-            _other_owners(key)
-            or did_you_mean(key, known_keys(command))
-            or f"see `gpipe {command} --help` for every key"
-        )
-        return f"unknown key '{key}'{f' in {place[1]}.yaml' if place else ''}; {hint}"
+        place = f" in {in_file[1]}.yaml" if in_file else ""
+        return f"unknown key '{key}'{place}; {hint_for_unknown(key, command)}"
+    if deleted := re.search(r"Could not delete from config.*'([^']+)'", whole):
+        return f"~{deleted[1]}: there is no such key to remove; {hint_for_unknown(deleted[1], command)}"
     line = re.search(r"Error merging override (.+)", str(error))
-    return f"{line[1] if line else key or 'configuration'}: {_reason(cause, key)}"
+    reason = _reason(in_file[3] if in_file else _first_line(cause), cause, key)
+    return f"{line[1].removeprefix('++') if line else key or 'configuration'}: {reason}"
 
 
-def _reason(error: Exception, key: str) -> str:
-    text = _first_line(error)
+def _reason(text: str, error: Exception, key: str) -> str:
     if wrong := re.search(r"could not be converted to (\w+)", text):
         return f"expected {TYPE_NAMES.get(wrong[1], wrong[1])}"
     if "is not a valid bool" in text:
@@ -87,18 +84,9 @@ def _reason(error: Exception, key: str) -> str:
         return "expected a list in brackets"
     if "is not a subclass of" in text:
         return f"holds several keys; set one of them, {key}.<key>=..."
+    if "ListConfig indices" in text or "invalid literal for int" in text or "list indices" in text:
+        return "is below a list; set the list as a whole, <key>=[...]"
     return f"{text[0].lower()}{text[1:]}"
-
-
-def _other_owners(key: str) -> str:
-    """Which options of the group have a key that the chosen option does not have."""
-    group, _, name = key.partition(".")
-    owners = [
-        option.name
-        for option in (list_options(group) if group in GROUPS else ())
-        if any(f"{own}.".startswith(f"{name}.") for own in option.keys)
-    ]
-    return f"it belongs to {group}={'|'.join(owners)}" if owners else ""
 
 
 def _first_line(error: BaseException) -> str:
