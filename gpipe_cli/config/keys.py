@@ -196,9 +196,14 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
         inside = key != group and group not in (*COMPONENT_GROUPS, "recipe") and types.get(group) != ""
         if inside and not any(f"{name}.".startswith(f"{key}.") for name in types):
             raise ConfigError(f"unknown key '{key}'; {hint_for_unknown(key, command)}")
-        if key in GROUPS and key not in groups:
-            inner = next(name for name in types if name.startswith(f"{key}."))
-            raise ConfigError(f"{word}: gpipe {command} takes no option here; set a key, such as {inner}=...")
+        members = [name for name in types if name.startswith(f"{key}.")]
+        if (
+            members
+            and key not in groups
+            and word[0] != "~"
+            and (key in GROUPS or value[:1] not in ("{", "$"))
+        ):
+            raise ConfigError(f"{word}: holds several keys; set one of them, such as {members[0]}=...")
         if key in groups and word[0] != "~" and not is_option_name(value):
             manual = f"balance=manual balance.layers={value}"
             names = [option.name for option in list_options("recipes" if key == "recipe" else key)]

@@ -86,6 +86,17 @@ def test_a_folder_that_is_a_run_or_has_none_is_fine_and_a_missing_one_an_error(g
     assert gpipe("runs", "a", "b").code == 2
 
 
+NAMES = ("a b", "a,b", "日本", "x=1", "it's", '"', "${oc.env:HOME}", "a\\", "[a]", "{a}", "null", "1e3", "~a")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_may_have_any_name(gpipe: Gpipe, name: str) -> None:
+    make_run(name, 1)
+    assert [row["run"] for row in gpipe("runs", f"runs/{name}", "--json").json] == [f"runs/{name}"]
+    Path("runs", name).rename(name)
+    assert [row["run"] for row in gpipe("runs", name, "--json").json] == [name]
+
+
 HOSTILE = {
     "metrics.jsonl": (None, "metrics.jsonl: cannot be read: is a named pipe"),
     "summary.json": ("{", "summary.json: damaged"),
