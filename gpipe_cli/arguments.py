@@ -189,9 +189,10 @@ def _with_keys(words: Sequence[str], command: str) -> list[str]:
     given, bare = [], []
     for word in words:
         key, _, value = word.partition("=")
-        if is_list and key == keys[0] and value[:1] not in ("", "["):
+        sets_key = _OVERRIDE.match(word) or ("=" in word and sets_hydra(word))
+        if is_list and key == keys[0] and value[:1] not in ("", "[", "$", "'", '"'):
             bare.append(value)  # one member, without brackets
-        elif sets_hydra(word) or (_OVERRIDE.match(word) and (key in types or not os.path.lexists(word))):
+        elif sets_key and (key in types or not os.path.lexists(word)):
             given.append(word)
         else:
             bare.append(word)
