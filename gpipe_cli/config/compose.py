@@ -133,10 +133,13 @@ def expand(words: Sequence[str], command: str) -> list[tuple[str, ...]]:
 
 
 def _compose(request: Request) -> _Composed:
-    with prepared(request) as (primary, given, file, composing):
-        with config_errors(request.command), initialize(None, request.command, **VERSION):
-            _refuse_sweeps(given)
-            tree = hydra.compose(primary, given, return_hydra_config=True)
+    with (
+        prepared(request) as (primary, given, file, composing),
+        config_errors(request.command),
+        initialize(None, request.command, **VERSION),
+    ):
+        _refuse_sweeps(given)
+        tree = hydra.compose(primary, given, return_hydra_config=True)
     choices = tree.hydra.runtime.choices
     plain = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     OmegaConf.set_struct(plain, None)

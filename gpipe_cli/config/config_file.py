@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -38,8 +38,10 @@ class ConfigFile:
     path: str
     primary: Mapping[str, Any]
     """The configuration that Hydra composes in place of the command's."""
+    keys: tuple[str, ...]
+    """Every key that it sets, and every group of which it chooses an option."""
     words: tuple[str, ...]
-    """What the file gives, as the words of a command line would."""
+    """What the file gives, as the words of a command line would; for that of a run, what the run was given."""
     options: Mapping[str, str]
     """The options that the run chose; its config.yaml has only what they contain."""
     notes: tuple[str, ...] = ()
@@ -52,7 +54,7 @@ class ConfigFile:
             yield
         except ConfigError as error:
             message = str(error).replace(f" in {primary_name(self.path)}.yaml", "")
-            if not any(_is_about(message, override_key(word)) for word in self.words):
+            if not any(_is_about(message, key) for key in self.keys):
                 raise
             raise ConfigError(f"{self.path}: {message}") from error
 
@@ -86,16 +88,25 @@ def read_config_file(command: str, words: Sequence[str], primary: str) -> Config
         nested = _nested(plain)
         if any(override_key(word) == "epochs" for word in words):
             nested.pop("steps", None)  # it would override them
-        defaults, keys = _lifted(nested, command)
+        options_of_file, keys = _lifted(nested, command)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-    own = (f"{key}={value}" for key, value in flatten(keys))
-    chosen = (f"{group}={option}" for group, option in defaults.items())
-    entries = [primary, *({f"override /{group}": option} for group, option in defaults.items()), "_self_"]
+    words_of_file = (
+        *(f"{group}={option}" for group, option in options_of_file.items()),
+        *(f"{key}={value}" for key, value in flatten(keys)),
+    )
+    if given is None:
+        given = words_of_file
+    entries = [
+        primary,
+        *({f"override /{group}": option} for group, option in options_of_file.items()),
+        "_self_",
+    ]
     return ConfigFile(
         name,
         {"defaults": entries, **keys},
-        (*chosen, *own) if given is None else tuple(word for word in given if override_key(word) in plain),
+        tuple(map(override_key, words_of_file)),
+        tuple(word for word in given if override_key(word).partition(".")[0] in {*plain, "recipes"}),
         options,
         tuple(notes),
     )
@@ -141,22 +152,26 @@ def _of_run(saved: Mapping[str, Any], command: str, given: Sequence[str]) -> tup
 
 def readable(saved: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """A saved configuration for people to change: without defaults, and with the options that the words chose."""
-    options = chosen_options(saved_command(saved), words)
-    schema = SCHEMAS[saved_command(saved)]
-    defaults = {field.name: field.default for field in fields(schema) if field.default is not MISSING}
+    command = saved_command(saved)
+    options = chosen_options(command, words)
+    defaults = asdict(SCHEMAS[command]())
     shown: dict[str, Any] = {}
     for key, value in saved.items():
-        if key in LAUNCH_KEYS or (key in defaults and value == defaults[key]):
+        if key in LAUNCH_KEYS or value == defaults.get(key):
             continue
-        option = options.get(key)
+        default, option = defaults.get(key), options.get(key)
         shown[key] = value
-        if option is not None and isinstance(value, dict):
-            own = {name: member for name, member in load_mapping(option.path).items() if name != "defaults"}
-            if own.keys() <= value.keys() and own.get("_target_") == value.get("_target_"):
-                changes = {
-                    name: member for name, member in value.items() if name not in own or own[name] != member
-                }
-                shown[key] = {OPTION: option.name, **changes} if changes else option.name
+        if isinstance(value, dict) and isinstance(default, dict):
+            own = default if option is None else default | load_mapping(option.path)
+            own.pop("defaults", None)
+            changes = {
+                name: member for name, member in value.items() if name not in own or own[name] != member
+            }
+            # An option with keys that the run does not have has grown since.
+            if own.keys() <= value.keys() and "_target_" not in changes:
+                shown[key] = {OPTION: option.name, **changes} if option is not None else changes
+            if option is not None and shown[key] == {OPTION: option.name}:
+                shown[key] = option.name
     return shown
 
 
@@ -267,4 +282,4 @@ def _existing(name: str) -> Path:
 def _is_about(message: str, key: str) -> bool:
     """Whether an error message begins with the key; that of an option is not about the keys below it."""
     end = r"(?![\w.])" if key in GROUPS else r"(?!\w)"
-    return re.match(rf"(unknown key ')?\+*{re.escape(key)}{end}", message) is not None
+    return re.match(rf"(unknown key '|add allow=[^;]*; )?\+*{re.escape(key)}{end}", message) is not None

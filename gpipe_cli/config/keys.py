@@ -141,7 +141,8 @@ def hint_for_unknown(key: str, command: str) -> str:
     ]
     if owners and name:
         return f"it belongs to {group}={'|'.join(owners)}"
-    if suggestion := did_you_mean(key, known):
+    top = [name for name in known if "." not in name]
+    if suggestion := ("." not in key and did_you_mean(key, top)) or did_you_mean(key, known):
         return suggestion
     others = [other for other in SCHEMAS if any(key == own for own in known_keys(other))]
     if others:
