@@ -40,6 +40,7 @@ from gpipe_cli.torch_internals.tensor_memory import storage_of
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
     is_shared: bool = field(default=False, compare=False)
@@ -50,29 +51,18 @@ class TensorSpec:
         """shared: storages that no layer may write."""
         return cls(
             tuple(tensor.shape),
+            tensor.stride(),
             tensor.dtype,
             tensor.requires_grad,
             storage_of(tensor) in shared,
         )
 
     def example(self) -> Tensor:
-        """A tensor that shows torch what to receive; contiguous, like everything that is sent."""
+        """A tensor that shows torch what to receive: contiguous memory, whatever lies in it."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.needs_grad)
-
-    def fits(self, tensor: Tensor) -> bool:
-        return self.shape == tensor.shape and self.dtype == tensor.dtype
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape)) or 'a number'} of {self.dtype}"
-
-
-NO_TENSOR = TensorSpec((), torch.float32, needs_grad=False)
-"""In the place of a skip that was stashed as None."""
-
-
-def shared_places(kinds: Sequence[TensorSpec]) -> frozenset[int]:
-    """The places of tensors that share memory, as a `PartitionInput` has them."""
-    return frozenset([place for place, kind in enumerate(kinds) if kind.is_shared])
 
 
 @final
