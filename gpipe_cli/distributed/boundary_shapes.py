@@ -70,19 +70,16 @@ class TensorSpec:
 class BoundarySpec:
     """The tensors that enter a partition."""
 
-    value: tuple[TensorSpec, ...]
+    kinds: tuple[TensorSpec, ...]
+    """Those of the value, then those of the skips."""
     template: Template
     """Makes the value from its tensors."""
-    skips: tuple[tuple[SkipName, TensorSpec], ...]
-    """Skips that were stashed before the partition and are popped in it or after it, by name."""
+    skip_names: tuple[SkipName, ...]
+    """Skips that were stashed before the partition and are popped in it or after it."""
 
     @property
-    def kinds(self) -> tuple[TensorSpec, ...]:
-        return (*self.value, *(kind for _, kind in self.skips))
-
-    @property
-    def skip_names(self) -> tuple[SkipName, ...]:
-        return tuple(name for name, _ in self.skips)
+    def value_count(self) -> int:
+        return len(self.kinds) - len(self.skip_names)
 
 
 @final
@@ -136,14 +133,10 @@ def _infer(partitions: Sequence[Partition], value: Value) -> tuple[BoundarySpec,
     for partition in partitions:
         carried = sorted((name, skip) for name, skip in skips.items() if skip is not None)
         tensors, template = flatten(value, "output")
-        shared = common_storages([*tensors, *(skip for _, skip in carried)]) | held
-        boundaries.append(
-            BoundarySpec(
-                tuple(TensorSpec.of(tensor, shared) for tensor in tensors),
-                template,
-                tuple((name, TensorSpec.of(skip, shared)) for name, skip in carried),
-            )
-        )
+        tensors = (*tensors, *(skip for _, skip in carried))
+        shared = common_storages(tensors) | held
+        kinds = tuple(TensorSpec.of(tensor, shared) for tensor in tensors)
+        boundaries.append(BoundarySpec(kinds, template, tuple(name for name, _ in carried)))
         received = [skips.pop(route.name) for route in partition.receives]
         tracker = PartitionSkips(partition.receives, received, partition.sends)
         with use_skip_tracker(tracker):

@@ -73,10 +73,10 @@ class Stage(PipelineStage):
         """Micro-batches: the first of the flush, and those whose forward and backward come next."""
         self._half_done: SavedForBackward | None = None
         # Worked out once: for small layers, every line that runs per micro-batch counts.
-        place_of = {name: len(entering.value) + place for place, name in enumerate(entering.skip_names)}
+        place_of = {name: entering.value_count + place for place, name in enumerate(entering.skip_names)}
         self._received = len(entering.kinds)
         self._taken = [
-            *range(len(entering.value)),
+            *range(entering.value_count),
             *(place_of.get(route.name) for route in partition.receives),
         ]
         """For each tensor that the layers take, its place in what is received; None for a skip that is None."""
@@ -87,13 +87,12 @@ class Stage(PipelineStage):
         """For each tensor that is sent on, its place in the output or, behind that, in what is received."""
         self._output_kinds: list[TensorSpec | None] = []
         if leaving is not None:
-            skips = dict(leaving.skips)
-            self._output_kinds = [*leaving.value, *(skips.get(route.name) for route in partition.sends)]
+            own = leaving.value_count
+            skips = dict(zip(leaving.skip_names, leaving.kinds[own:], strict=True))
+            self._output_kinds = [*leaving.kinds[:own], *(skips.get(route.name) for route in partition.sends)]
             place_of = {name: len(self._output_kinds) + place for name, place in place_of.items()}
-            place_of |= {
-                route.name: len(leaving.value) + place for place, route in enumerate(partition.sends)
-            }
-            self._sent = [*range(len(leaving.value)), *map(place_of.__getitem__, leaving.skip_names)]
+            place_of |= {route.name: own + place for place, route in enumerate(partition.sends)}
+            self._sent = [*range(own), *map(place_of.__getitem__, leaving.skip_names)]
 
     def begin(self, state: BatchState, first: int) -> None:
         """The next flush runs this mini-batch from micro-batch `first` on."""
@@ -180,7 +179,7 @@ class Stage(PipelineStage):
             tuple([None if place is None else received[place] for place in self._taken]),
             self._needs_grad if state.batch.state.grad else (False,) * len(self._needs_grad),
             entering.template,
-            len(entering.value),
+            entering.value_count,
             self._shared,
         )
 

@@ -135,7 +135,9 @@ class TorchSchedule:
         following = [*boundaries[1:], None]
         # Only torch's schedules of several stages ask a stage for the second half of its backward.
         several_stages = issubclass(flush.schedule, PipelineScheduleMulti)
-        order = _order(our_schedule, flush, coords) if flush.schedule is OrderRuntime else None
+        order = None
+        if isinstance(our_schedule, FixedOrder) and flush.schedule is OrderRuntime:
+            order = our_schedule.order(coords.partitions, flush.count, coords.ranks)
         # The ranks of a pipe make the same schedules in the same order, so the same one has the same number in each.
         store = coords.pipe.get_group_store()
         store = PrefixStore(str(store.add(f"schedules of rank {coords.rank}", 1)), store)
@@ -179,11 +181,6 @@ class TorchSchedule:
         finally:
             for stage in self._stages:
                 stage.end()
-
-
-def _order(schedule: str | ScheduleModule, flush: Flush, coords: RankCoords) -> Order:
-    assert isinstance(schedule, FixedOrder), "torch has its own classes for the others"
-    return schedule.order(coords.partitions, flush.count, coords.ranks)
 
 
 def _split(order: Order, partition: int) -> frozenset[int]:
