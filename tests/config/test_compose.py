@@ -207,5 +207,5 @@ def test_the_jobs_of_a_sweep_are_every_combination_the_last_key_fastest() -> Non
 
 @pytest.mark.parametrize("words", [("batch_size=${batch_size}",), ("steps=${epochs}", "epochs=${steps}")])
 def test_a_reference_that_contains_itself_is_refused(words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="references are nested too deeply, or contain themselves"):
+    with pytest.raises(ConfigError, match="recursive interpolation detected"):
         settings(*words)
