@@ -171,6 +171,7 @@ def prepared(
             node = OmegaConf.create(dict(file.primary))
             fit_components(node, file.path)
             store(primary, node)
+            given = [*(file.recipe if not sets_key(given, "recipes") else ()), *given]
         yield primary, given, file, composing
 
 

@@ -29,6 +29,7 @@ FORBIDDEN = {
     "hydra": "no file may configure Hydra; give it on the command line",
     "defaults": "a file of keys has no list of defaults; choose an option by its group, as in model: resnet18",
 }
+RECIPES = "recipes"
 OPTION = "option"
 """In the mapping of a group, the key that names the option."""
 LAUNCH_KEYS = ("allow", "resume", "reset_optimizer", "run_dir")
@@ -50,6 +51,8 @@ class ConfigFile:
     """What the file gives, as the words of a command line would; for that of a run, what the run was given."""
     options: Mapping[str, str]
     """The options that the run chose; its config.yaml has only what they contain."""
+    recipe: Sequence[str] = ()
+    """The word that chooses its recipe: Hydra 1.4 takes no option with a slash in a list of defaults."""
     notes: tuple[str, ...] = ()
     """What the command does not take from the file, in lines for the user."""
 
@@ -103,17 +106,15 @@ def read_config_file(command: str, words: Sequence[str], primary: str) -> Config
     )
     if given is None:
         given = words_of_file
-    entries = [
-        primary,
-        *({f"override /{group}": option} for group, option in options_of_file.items()),
-        "_self_",
-    ]
+    choices = [{f"override /{group}": name} for group, name in options_of_file.items() if group != RECIPES]
+    entries = [primary, *choices, "_self_"]
     return ConfigFile(
         name,
         {"defaults": entries, **keys},
         (*map(override_key, words_of_file), *(key for key in keys if key not in GROUPS)),
-        tuple(word for word in given if override_key(word).partition(".")[0] in {*plain, "recipes"}),
+        tuple(word for word in given if override_key(word).partition(".")[0] in {*plain, RECIPES}),
         options,
+        [f"{RECIPES}={options_of_file[RECIPES]}"] if RECIPES in options_of_file else [],
         tuple(notes),
     )
 
@@ -193,7 +194,7 @@ def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], di
             if not isinstance(option, str) or not is_option_name(option):
                 raise ConfigError(f"{name}: {json.dumps(option)}: {option_cure(name, option)}")
             folder = f"{scale}/" if scale not in (None, "full") else ""
-            options["recipes" if name == "recipe" else name] = f"{folder}{option}"
+            options[RECIPES if name == "recipe" else name] = f"{folder}{option}"
         for inner in mapping:
             if not _KEY.fullmatch(inner) or name == "recipe":
                 raise ConfigError(f"{name}: {inner!r} is not the name of a key")
