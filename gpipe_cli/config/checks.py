@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.keys import list_options
-from gpipe_cli.config.parameter_groups import group_problems
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     SCHEMAS,
@@ -152,7 +151,6 @@ def _model(settings: ModelConfig) -> Iterator[str]:
     if isinstance(settings, CostConfig):
         yield from _memory(settings)
         yield from _checkpoint(settings)
-        yield from group_problems(settings.optimizer)
     for group in COMPONENT_GROUPS:
         if hasattr(settings, group) and not getattr(settings, group).get("_target_"):
             yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"

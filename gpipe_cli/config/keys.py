@@ -143,7 +143,8 @@ def hint_for_unknown(key: str, command: str) -> str:
     if owners and name:
         return f"it belongs to {group}={'|'.join(owners)}"
     others = ", ".join(other for other in SCHEMAS if key in known_keys(other))
-    if suggestion := did_you_mean(key, known):
+    top = [name for name in known if "." not in name]
+    if suggestion := ("." not in key and did_you_mean(key, top)) or did_you_mean(key, known):
         return f"{suggestion} {key} belongs to gpipe {others}" if others else suggestion
     if others:
         return f"gpipe {command} does not have it; it belongs to gpipe {others}"
@@ -205,10 +206,15 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
         ):
             raise ConfigError(f"{word}: holds several keys; set one of them, such as {members[0]}=...")
         if key in groups and word[0] != "~" and not is_option_name(value):
-            manual = f"balance=manual balance.layers={value}"
-            names = [option.name for option in list_options("recipes" if key == "recipe" else key)]
-            cure = manual if key == "balance" and value.startswith("[") else or_list("", names)
-            raise ConfigError(f"{word}: choose an option by its name; {cure}")
+            raise ConfigError(f"{word}: {option_cure(key, value)}")
+
+
+def option_cure(group: str, value: object) -> str:
+    """What to do about a value that is not the name of an option."""
+    names = [option.name for option in list_options("recipes" if group == "recipe" else group)]
+    is_list = group == "balance" and str(value).startswith("[")
+    manual = f"balance=manual balance.layers={str(value).replace(' ', '')}"
+    return f"choose an option by its name; {manual if is_list else or_list('', names)}"
 
 
 def is_option_name(value: str) -> bool:
