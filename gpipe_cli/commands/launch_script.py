@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -18,7 +18,7 @@ from typing import final
 from gpipe_cli import launch
 from gpipe_cli.config.checks import MOST_RANKS, check
 from gpipe_cli.config.schema import LaunchScriptConfig
-from gpipe_cli.config.words import override_key, sets_key, without_keys
+from gpipe_cli.config.words import sets_key, without_keys
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.formatting import one_line
 from gpipe_cli.run.job import Job, Summary
@@ -30,28 +30,24 @@ KINDS = {
     "torchrun": ("hosts", "gpus_per_node", "ranks_per_node", "port"),
 }
 """The keys of each kind of script, besides those of `gpipe train`."""
+OWN_KEYS = tuple(dict.fromkeys(("kind", *KINDS["slurm"], *KINDS["torchrun"])))
 LARGEST_MARGIN, SMALLEST_MARGIN = 600, 60
 """Seconds before the end of a Slurm job at which gpipe stops."""
 
 
 def run(settings: LaunchScriptConfig, job: Job) -> Summary:
-    kind = str(settings.kind)
-    own = {key for keys in KINDS.values() for key in keys}
-    for key in sorted(own.difference(KINDS[kind])):
-        if sets_key(job.overrides, key):
-            raise ConfigError(
-                f"{key}: has no effect on {kind}, whose keys are {', '.join(KINDS[kind])}; leave it out"
-            )
+    kind, words = str(settings.kind), shlex.split(job.line)[2:]
+    _check_own_keys(settings, words)
     machines = Machines.of(settings)
     _check(settings, machines)
-    words = [word for word in shlex.split(job.line)[2:] if override_key(word) != "kind"]
     run = Path(str(settings.run_dir)).absolute()
     # In characters that mean nothing to Slurm or torchrun.
     name = re.sub(r"[^\w.-]+", "_", run.name, flags=re.ASCII).strip("-.") or "gpipe"
-    comments = [f"# Made by: {one_line(shlex.join(['gpipe', job.command, kind, *words]))}"]
+    made_by = ["gpipe", job.command, kind, *without_keys(words, ("kind",))]
+    comments = [f"# Made by: {one_line(shlex.join(made_by))}"]
     variables = {"python": sys.executable, "run": run}
     variables |= {"nodes": machines.nodes, "ranks_per_node": machines.ranks_per_node}
-    train_words = [*without_keys(words, {*own, "resume"}), "resume=auto"]
+    train_words = [*without_keys(words, (*OWN_KEYS, "resume")), "resume=auto"]
     if not sets_key(job.overrides, "engine"):
         train_words.insert(0, "engine=processes")
     if kind == "slurm":
@@ -97,6 +93,21 @@ class Machines:
         assert per_node is not None, "the configuration was checked"
         where = f"nodes={nodes}" if settings.kind == "slurm" else f"hosts=[{','.join(settings.hosts)}]"
         return Machines(nodes, per_node, f"{where} {count}={per_node}")
+
+
+def _check_own_keys(settings: LaunchScriptConfig, words: Sequence[str]) -> None:
+    used = KINDS[str(settings.kind)]
+    defaults = LaunchScriptConfig()
+    for key in OWN_KEYS:
+        is_given = sets_key(words, key)
+        if is_given and key not in ("kind", *used):
+            raise ConfigError(
+                f"{key}: has no effect on {settings.kind}, whose keys are {', '.join(used)}; leave it out"
+            )
+        if not is_given and getattr(settings, key) != getattr(defaults, key):
+            raise ConfigError(
+                f"{key}: give it on the command line; gpipe train reads the file too, and does not have it"
+            )
 
 
 def _check(settings: LaunchScriptConfig, machines: Machines) -> None:

@@ -17,7 +17,7 @@ from typing import Any, final
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.files import ALLOW_CURE, load_mapping, load_yaml
-from gpipe_cli.config.keys import chosen_options, hint_for_unknown, is_option_name, option_cure
+from gpipe_cli.config.keys import chosen_options, groups_of, hint_for_unknown, is_option_name, option_cure
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS
 from gpipe_cli.config.words import override_key
 from gpipe_cli.errors import ConfigError, did_you_mean
@@ -197,6 +197,8 @@ def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], di
         key = OPTION if {OPTION, "_target_"} & mapping.keys() or name == "schedule" else "name"
         scale = mapping.pop("scale", None) if name == "recipe" else None
         if key in mapping:
+            if name in GROUPS and name not in groups_of(command):
+                raise ConfigError(f"{name}: holds several keys; set one of them, as in {name}.<key>: ...")
             option = mapping.pop(key)
             if not isinstance(option, str) or not is_option_name(option):
                 raise ConfigError(f"{name}: {json.dumps(option)}: {option_cure(name, option)}")

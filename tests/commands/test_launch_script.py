@@ -247,6 +247,9 @@ def test_a_file_and_a_folder_of_options_are_passed_on(gpipe: Gpipe, tmp_path: Pa
     (tmp_path / "my.yaml").write_text("engine: threads\nrun_dir: mine\n")
     answer = gpipe("launch-script", *words)
     assert answer.code == 2 and "my.yaml: engine: only engine=processes runs on several" in answer.err
+    (tmp_path / "my.yaml").write_text("cpus_per_node: 2\nrun_dir: mine\ntime_limit: 1h\n")
+    answer = gpipe("launch-script", *words)
+    assert answer.code == 2 and "cpus_per_node: give it on the command line; gpipe train reads" in answer.err
 
 
 def test_nothing_imports_torch(tmp_path: Path) -> None:

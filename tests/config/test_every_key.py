@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,18 @@ def test_a_key_of_another_command_is_refused_by_name(
 ) -> None:
     assert main(line.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_file_cannot_choose_an_option_where_there_are_only_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("plan: none\n")
+    assert main(["plan", "config=my.yaml"]) == 2
+    assert "my.yaml: plan: holds several keys; set one of them" in capsys.readouterr().err
+    Path("my.yaml").write_text("plan: {budget: 5}\n")
+    assert main(["plan", "config=my.yaml", "--cfg", "job", "--package", "plan.budget"]) == 0
+    assert capsys.readouterr().out == "5.0\n"
 
 
 @pytest.mark.parametrize("command", [command for command in SCHEMAS if command not in WITH_MODEL])
