@@ -167,8 +167,14 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
             is_file = word.endswith((".yaml", ".yml"))
             cure = f"did you mean config={word}?" if is_file else f"see `gpipe {command} --help`"
             raise ConfigError(f"'{word}' is neither a flag nor key=value; {cure}")
+        if key == "hydra.searchpath":
+            raise ConfigError(f"{word}: name the folder by --config-dir, so that gpipe checks its files")
         if sets_hydra(word):
             continue
+        if key == "jobs":
+            raise ConfigError(
+                f"{word}: give hydra/launcher=joblib hydra.launcher.n_jobs={value or 2} to a sweep (-m) instead"
+            )
         if group == "recipe" and (
             not takes_recipes(command) or (continues_run and "resume=auto" not in words)
         ):

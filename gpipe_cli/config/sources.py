@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -64,10 +64,11 @@ def search_path(command: str, composing: Composing, config: HydraConf | None = N
     """
     check_shadowing(composing.config_dir)
     _register_plugins()
+    outer = GlobalHydra.instance().hydra  # of the sweep that this job belongs to
+    outer_config = None if outer is None else ConfigStore.instance().load("hydra/config.yaml").node
+    GlobalHydra.instance().clear()
     store(f"{command}_schema", SCHEMAS[command])
     store("config", config or HydraConf(defaults=[]), group="hydra")
-    outer = GlobalHydra.instance().hydra  # of the sweep that this job belongs to
-    GlobalHydra.instance().clear()
     _open.append(composing)
     try:
         yield
@@ -76,11 +77,18 @@ def search_path(command: str, composing: Composing, config: HydraConf | None = N
         GlobalHydra.instance().clear()
         if outer is not None:
             GlobalHydra.instance().initialize(outer)
+            store("config", outer_config, group="hydra")
 
 
 def store(name: str, node: Any, **place: Any) -> None:
     """Give Hydra a configuration that is in no file."""
     ConfigStore.instance().store(name, node, **place, **REPLACING)
+
+
+def register_resolver(name: str, resolve: Callable[..., Any]) -> None:
+    # OmegaConf 2.4, which Hydra 1.4 needs, has a new name for it and warns of the old one.
+    register: Any = OmegaConf.register_resolver if IS_1_4 else OmegaConf.register_new_resolver
+    register(name, resolve, replace=True)
 
 
 @cache
