@@ -122,7 +122,7 @@ class Task:
             error = as_stopped(error)
             result = replace(result, exit_code=exit_code(error), message=redacted(describe(error)))
             if result.failed:
-                self._say(f"job {result.number} {result.reason}")
+                self._say(f"job {result.number}: {result.reason}")
         with chdir(given.runtime.cwd):
             if run is not None and (run / "config.yaml").exists():
                 result = replace(result, run_dir=str(run), best=best_value(run))

@@ -91,8 +91,8 @@ def register_resolver(name: str, resolve: Callable[..., Any]) -> None:
     register(name, resolve, replace=True)
 
 
-@cache
 def _register_plugins() -> None:
+    # Each time: a launcher's worker gets the plugins of the process that started it anew with every job.
     Plugins.instance().register(YamlFolder)
     Plugins.instance().register(GpipeSearchPath)
 
