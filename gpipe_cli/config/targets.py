@@ -22,10 +22,10 @@ from typing import Any, final
 
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import COMPONENT_GROUPS
+from gpipe_cli.config.words import SHIPPED
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 from gpipe_cli.huggingface import import_package
 
-SHIPPED = ("gpipe_cli", "torch", "torchvision")
 DATASETS = ("FakeData", "ImageFolder", "MNIST", "FashionMNIST", "KMNIST")
 """The torchvision datasets that unpickle nothing but tensors."""
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no private segment

@@ -203,3 +203,9 @@ def test_the_jobs_of_a_sweep_are_every_combination_the_last_key_fastest() -> Non
         ("chunks=1", "seed=3", "epochs=4", "recipe=b"),
         ("chunks=1", "seed=3", "epochs=5", "recipe=a"),
     ]
+
+
+@pytest.mark.parametrize("words", [("batch_size=${batch_size}",), ("steps=${epochs}", "epochs=${steps}")])
+def test_a_reference_that_contains_itself_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="recursive interpolation detected"):
+        settings(*words)

@@ -204,21 +204,6 @@ def test_a_model_that_torchvision_is_asked_for_by_name_comes_without_weights(
         instantiate({**node, "weights_backbone": "DEFAULT"}, "model")
 
 
-def test_a_builder_that_opens_a_connection_is_stopped_although_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "fetching.py").write_text(
-        "from urllib.request import urlopen\n\ndef build(url):\n    return urlopen(url)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    for url in ("http://nowhere.invalid/x", "http://127.0.0.1:9/x"):
-        with pytest.raises(ConfigError, match=r"would connect to .*; gpipe downloads nothing"):
-            instantiate({"_target_": "fetching.build", "url": url}, "model", ["fetching"])
-    with pytest.raises(OSError, match=r"refused|resolution|not known"):  # whatever is not a model may
-        instantiate({"_target_": "fetching.build", "url": "http://127.0.0.1:9/x"}, "data", ["fetching"])
-    sys.modules.pop("fetching")
-
-
 @pytest.mark.parametrize(
     "node",
     [

@@ -10,6 +10,7 @@ from hydra import initialize
 from hydra.core.global_hydra import GlobalHydra
 
 from gpipe_cli.config.compose import Request, compose
+from gpipe_cli.config.sources import VERSION
 from gpipe_cli.errors import ConfigError, RunError
 from tests.package_source import trees
 
@@ -118,12 +119,12 @@ def test_another_hydra_application_in_this_process_sees_nothing_of_gpipe() -> No
     """Its search path plugin is registered for the whole process."""
     compose(Request("train", ()))
     assert not GlobalHydra.instance().is_initialized()
-    with initialize(config_path=None, version_base="1.3"):
+    with initialize(config_path=None, **VERSION):
         assert GlobalHydra.instance().config_loader().list_groups("") == ["hydra"]
 
 
 def test_a_job_of_a_sweep_composes_while_hydra_runs_the_sweep() -> None:
-    with initialize(config_path=None, version_base="1.3"):
+    with initialize(config_path=None, **VERSION):
         outer = GlobalHydra.instance().hydra
         assert compose(Request("train", ("chunks=3",))).tree.chunks == 3
         assert GlobalHydra.instance().hydra is outer

@@ -68,7 +68,13 @@ def test_words_that_cannot_be_together_are_refused(words: str, says: str) -> Non
 
 
 def test_the_command_line_allows_the_packages_of_the_code_that_it_names() -> None:
-    words = ["model=mypkg.nets:build", "loss=./losses.py:build", "data=digits", "seed=a:b"]
+    words = [
+        "model=mypkg.nets:build",
+        "loss=./losses.py:build",
+        "data=digits",
+        "seed=a:b",
+        "optimizer=torch.optim:SGD",
+    ]
     assert named_packages(words) == ["mypkg", "losses"]
 
 
