@@ -15,11 +15,10 @@ import logging
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -37,22 +36,16 @@ from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.sources import VERSION, store
 from gpipe_cli.config.words import override_key, quote_override, quoted, sets_hydra, sets_key, without_keys
-from gpipe_cli.errors import INTERRUPTED, ConfigError, Interrupted, ResourceError, RunError, Stopped
+from gpipe_cli.errors import INTERRUPTED, ConfigError, Interrupted, Stopped
 from gpipe_cli.jobs import run_job
-from gpipe_cli.process_lifetime import temporary_folder
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.sweep_results import JobResult, print_sweep, print_sweep_json
 from gpipe_cli.run.job import Summary
-from gpipe_cli.sweep_job import SweepStopped, Task, passing_signals_on, requested_stop, shown_path
+from gpipe_cli.run.sweep_directory import open_sweep, results_folder
+from gpipe_cli.sweep_job import SweepStopped, Task, passing_signals_on, requested_stop
 from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.run_directory import (
-    check_directory_name,
-    check_run_dir,
-    lock_run_directory,
-    make_run_directory,
-    write_json,
-)
+from gpipe_cli.training.run_directory import check_directory_name
 from gpipe_cli.training.signals import stop_immediately
 from gpipe_cli.values import lower_is_better
 
@@ -60,9 +53,6 @@ PRIMARY = "gpipe_job"
 DIRECTORY_KEYS = ("run_dir", "resume")
 """Keys that say where a sweep is, and are no part of what it computes."""
 SWEEP_DIR = "hydra.sweep.dir"
-SWEEPS = Path("runs", "sweep")
-MANIFEST, LOCK, RESULTS = "sweep.json", "sweep.lock", "results"
-"""The lock is not that of a run, or the directory would be taken for one."""
 MOST_JUDGED = 100
 """Combinations to compose before the first job. Of more, each value is composed with the first ones of other keys."""
 
@@ -111,7 +101,7 @@ def _run_sweep(request: Request, invocation: Invocation, began: float) -> int:
     """Run every job that has not finished, and return the first exit code that is not 0."""
     line = shlex.join(["gpipe", request.command, *invocation.typed])
     sweep = _judged(request, dry_run=invocation.dry_run)
-    with sweep.opened(line) as path, _results_folder(path) as folder:
+    with sweep.opened(line) as path, results_folder(None if torchrun.follows() else path) as folder:
         task = Task(
             replace(request, words=sweep.shared),
             tuple(word.given for word in sweep.swept),
@@ -130,9 +120,9 @@ def _run_sweep(request: Request, invocation: Invocation, began: float) -> int:
         except (Exception, KeyboardInterrupt, SweepStopped) as raised:  # noqa: BLE001 - the results come first
             error = raised
         files = RunFiles(folder)
-        results = [JobResult(**files.json(file.name)) for file in folder.glob("[0-9]*.json")]
+        read = [files.json(file.name) for file in folder.glob("[0-9]*.json")]
         stop = requested_stop(folder)
-    results.sort(key=lambda result: result.number)
+    results = sorted((JobResult(**result) for result in read if result), key=lambda result: result.number)
     jobs = sweep.jobs or len(results)
     if invocation.json:
         print_sweep_json(results, sweep.monitor)
@@ -181,26 +171,28 @@ class _Sweep:
         return str(self.node.launcher._target_)
 
     @property
+    def sweeper(self) -> str:
+        return str(self.node.sweeper._target_)
+
+    @property
     def is_optuna(self) -> bool:
-        return "optuna" in self.node.sweeper._target_
+        return "optuna" in self.sweeper
 
     @property
     def jobs(self) -> int | None:
         """How many, if the sweeper is known to run all combinations or a given number."""
         if self.is_optuna:
             return int(self.node.sweeper.n_trials)
-        is_grid = "BasicSweeper" in self.node.sweeper._target_ and not self.node.sweeper.params
+        is_grid = "BasicSweeper" in self.sweeper and not self.node.sweeper.params
         return math.prod(len(word.each) for word in self.words) if is_grid else None
 
     @property
     def monitor(self) -> str | None:
         """The metric that decides; none if the jobs do not train."""
         settings = self.configs[0].settings
-        return (
-            None
-            if self.dry_run or not isinstance(settings, TrainConfig)
-            else settings.snapshot.monitor or "loss"
-        )
+        if self.dry_run or not isinstance(settings, TrainConfig):
+            return None
+        return settings.snapshot.monitor or "loss"
 
     @property
     def given_directory(self) -> str | None:
@@ -231,9 +223,9 @@ class _Sweep:
     def check(self) -> None:
         """Refuse what the sweeper or the launcher cannot do, before anything is written."""
         for word in self.words:
-            if word.is_interval and "BasicSweeper" in self.node.sweeper._target_:
+            if word.is_interval and "BasicSweeper" in self.sweeper:
                 raise ConfigError(
-                    f"{word.given}: an interval needs a sweeper that searches: hydra/sweeper=optuna"
+                    f"{word.given}: an interval needs hydra/sweeper=optuna, which searches in it"
                 )
             if override_key(word.given) == "run_dir" and len(word.each) > 1:
                 raise ConfigError(f"{word.given}: a sweep has one directory, with a folder for each job")
@@ -241,16 +233,17 @@ class _Sweep:
             raise ConfigError(f"run_dir and {SWEEP_DIR} exclude each other; give one of them")
         if self.is_optuna and self.monitor is None:
             raise ConfigError(
-                "hydra/sweeper=optuna: needs a metric, and only gpipe train has one; leave it out"
+                "hydra/sweeper=optuna: needs a metric, which only gpipe train has; leave it out"
             )
         check_directory_name(self.given_directory)
-        at_once = {"JoblibLauncher": self.node.launcher.get("n_jobs"), "LocalLauncher": self.jobs}.get(
-            self.launcher.rpartition(".")[2], 1
-        )
-        if self.is_optuna:
-            at_once = min(at_once % sys.maxsize, self.node.sweeper.n_jobs)
-        if at_once != 1 and self.jobs != 1 and self.monitor is not None:
-            _check_devices(self.configs, self.launcher)
+        if sets_key(self.request.words, SWEEP_DIR) and not self.makes_runs:
+            raise ConfigError(
+                f"{SWEEP_DIR}: has no effect, because only new runs have directories; leave it out"
+            )
+        together = self.node.launcher.get("n_jobs", 1) != 1 or "LocalLauncher" in self.launcher
+        asked = not self.is_optuna or sets_key(self.request.words, "hydra.sweeper.n_jobs")
+        if together and asked and self.jobs != 1 and self.monitor is not None:
+            _check_devices(self.configs)
 
     def hydra_words(self, path: Path) -> list[str]:
         """The words for Hydra; path: of the sweep."""
@@ -270,39 +263,19 @@ class _Sweep:
         directory = f"{SWEEP_DIR}={quoted(str(path.absolute()))}"
         return [*swept, *defaults, *_hydra_words(self.request), directory]
 
-    @contextmanager
-    def opened(self, line: str) -> Iterator[Path | None]:
-        """The directory, new or that of an earlier launch; inside, no other process writes to it. None: it has none."""
-        if not self.makes_runs or torchrun.follows():
-            yield None if not self.makes_runs else Path(str(self.given_directory))
-            return
-        digest, given = self.digest, self.given_directory
-        path = Path(given) if given is not None else _earlier(digest)
-        if path is None:
-            path = make_run_directory(None, SWEEPS.name, self.configs[0].model)
-        elif not (path / MANIFEST).exists():
-            check_run_dir(str(path))
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ResourceError(f"{path}: the directory cannot be created: {error}") from error
-        with lock_run_directory(path, LOCK):
-            earlier = _manifest(path)
-            if earlier is None:
-                write_json(path / MANIFEST, {"digest": digest, "command": line})
-            elif earlier[0] != digest:
-                raise ConfigError(
-                    f"{path}: has a sweep with other settings, which repeats with: {earlier[1]}; "
-                    "choose another directory"
-                )
-            begin = "sweep directory:" if earlier is None else "resuming the sweep in"
-            print_status(f"{begin} {shown_path(path)}")
-            yield path
+    def opened(self, line: str) -> AbstractContextManager[Path | None]:
+        """Its directory, if it has one; of the ranks of torchrun, the first one creates it."""
+        if not self.makes_runs:
+            return nullcontext()
+        if torchrun.follows():
+            return nullcontext(Path(str(self.given_directory)))
+        return open_sweep(self.given_directory, self.digest, line, self.configs[0].model)
 
 
 def _judged(request: Request, *, dry_run: bool) -> _Sweep:
     """Compose and check the jobs of a sweep, as far as they are known before the first one runs."""
     words = sweep_words([word for word in request.words if not sets_hydra(word)], request.command)
+    hydra_words = _hydra_words(request)
     values = [word.each for word in words]
     first = tuple(each[0] for each in values)
     if math.prod(map(len, values)) <= MOST_JUDGED:
@@ -315,27 +288,27 @@ def _judged(request: Request, *, dry_run: bool) -> _Sweep:
         )
         jobs = [first, *others]
     with stop_immediately():
-        configs = [compose(replace(request, words=job)) for job in jobs]
+        configs = [compose(replace(request, words=(*job, *hydra_words))) for job in jobs]
         _store(configs[0])
         with config_errors(request.command), initialize(None, request.command, **VERSION):
-            tree = hydra.compose(PRIMARY, _hydra_words(request), return_hydra_config=True)
+            tree = hydra.compose(PRIMARY, hydra_words, return_hydra_config=True)
     sweep = _Sweep(request, words, configs, tree.hydra, dry_run)
     sweep.check()
     return sweep
 
 
-def _check_devices(configs: Sequence[JobConfig], launcher: str) -> None:
+def _check_devices(configs: Sequence[JobConfig]) -> None:
     """Refuse jobs at the same time on one accelerator: they would run out of its memory, or slow each other down."""
     from gpipe_cli.accelerator.devices import available_devices  # imports torch
 
-    used: list[Any] = []
-    for config in configs:
-        settings: Any = config.settings
-        used += {device for device in available_devices(settings.devices) if device.type != "cpu"}
+    devices = [
+        available_devices(config.settings.devices) for config in (*configs, *configs[: len(configs) == 1])
+    ]
+    used = [device for own in devices for device in set(own) if device.type != "cpu"]
     if shared := next((device for device in used if used.count(device) > 1), None):
         raise ConfigError(
-            f"{launcher.rpartition('.')[2]}: several jobs at once would train on {shared}; give "
-            "hydra/launcher=joblib hydra.launcher.n_jobs=1, or each job devices of its own"
+            f"hydra/launcher: several jobs at once would train on {shared}; give hydra.launcher.n_jobs=1 to "
+            "hydra/launcher=joblib, or each job devices of its own"
         )
 
 
@@ -344,38 +317,6 @@ def _silence_optuna(words: Sequence[str]) -> None:
     if not any(override_key(word).startswith(("hydra/hydra_logging", "hydra/job_logging")) for word in words):
         importlib.import_module("optuna.logging").set_verbosity(logging.ERROR)
         logging.getLogger("hydra_plugins.hydra_optuna_sweeper").setLevel(logging.ERROR)
-
-
-@contextmanager
-def _results_folder(sweep: Path | None) -> Iterator[Path]:
-    """A folder that holds nothing yet: what an earlier launch has left there would count as a result of this one."""
-    if sweep is None or torchrun.follows():
-        with temporary_folder("sweep") as folder:
-            yield folder
-        return
-    folder = sweep.absolute() / RESULTS
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    yield folder
-
-
-def _earlier(digest: str) -> Path | None:
-    """The newest directory with this sweep."""
-    paths = sorted(SWEEPS.glob(f"*/*/{MANIFEST}"), key=lambda path: path.parent.name, reverse=True)
-    return next(
-        (path.parent for path in paths if RunFiles(path.parent).json(MANIFEST).get("digest") == digest), None
-    )
-
-
-def _manifest(path: Path) -> tuple[str, str] | None:
-    """The digest and the line of the sweep that made the directory."""
-    files = RunFiles(path)
-    match files.json(MANIFEST):
-        case {"digest": str(digest), "command": str(line)}:
-            return digest, line
-    if files.problems or (path / MANIFEST).exists():
-        raise RunError(f"{path / MANIFEST}: cannot be read; choose another directory, or remove this one")
-    return None
 
 
 def _hydra_config(*more: dict[str, Any]) -> HydraConf:

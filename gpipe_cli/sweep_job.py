@@ -25,10 +25,9 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.config.compose import JobConfig, Request, compose
 from gpipe_cli.config.files import load_yaml
-from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.sources import register_resolver
 from gpipe_cli.config.words import override_key
-from gpipe_cli.errors import INTERRUPTED, ConfigError, exit_code
+from gpipe_cli.errors import INTERRUPTED, ConfigError, Interrupted, exit_code
 from gpipe_cli.jobs import run_job
 from gpipe_cli.process_lifetime import die_with_parent
 from gpipe_cli.redaction import redacted
@@ -119,7 +118,8 @@ class Task:
         except BaseException as error:  # noqa: BLE001 - a layer may raise anything; the table reports it
             if self.debug:
                 traceback.print_exception(error)
-            error = as_stopped(error)
+            at_once = type(error) is KeyboardInterrupt
+            error = Interrupted("stopped by Ctrl-C at once") if at_once else as_stopped(error)
             result = replace(result, exit_code=exit_code(error), message=redacted(describe(error)))
             if result.failed:
                 self._say(f"job {result.number}: {result.reason}")
@@ -178,13 +178,11 @@ def shown_path(path: Path) -> Path:
 
 def _check_same(run: Path, config: JobConfig) -> None:
     """Refuse to take the run of another job for that of this one."""
-    assert isinstance(config.settings, TrainConfig), "only training runs have directories"
-    saved, own = (
-        OmegaConf.to_container(OmegaConf.create({**tree, **dict.fromkeys(LAUNCH_KEYS)}))
-        for tree in map(OmegaConf.to_container, (load_yaml(run / "config.yaml", base=run), config.tree))
-        if isinstance(tree, dict)
-    )
-    if saved != own and not config.settings.plan.auto:  # the plan has become part of the saved configuration
+    saved: Any = OmegaConf.to_container(load_yaml(run / "config.yaml", base=run))
+    own: Any = OmegaConf.to_container(config.tree)
+    ignored = dict.fromkeys(LAUNCH_KEYS)
+    # A plan that was searched for has become part of the saved configuration.
+    if {**saved, **ignored} != {**own, **ignored} and not own["plan"]["auto"]:
         raise ConfigError(f"{run}: has a run with other settings; choose another hydra.sweep.dir")
 
 
@@ -213,7 +211,7 @@ def passing_signals_on(folder: Path, *, block: bool) -> Iterator[None]:
 
         def look() -> None:
             if pending := signal.sigpending() & blocked:
-                _thread.interrupt_main(signal.sigwait(pending))
+                _thread.interrupt_main(signal.Signals(signal.sigwait(pending)))
             if request := StopRequests(inbox).request:
                 request_stop(folder, request.error("").exit_code, f"stopped by {request.reason}")
 

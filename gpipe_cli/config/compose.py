@@ -315,7 +315,8 @@ def _refuse_sweeps(words: Sequence[str]) -> None:
 
 
 def _sweep_word(word: str, override: Override) -> SweepWord:
-    key, value = override.get_key_element(), override.value()
+    key = override.get_key_element()
+    value: Any = override.value()
     if isinstance(value, Glob):  # Hydra would look for options where it finds its own
         options = list_options("recipes" if key == "recipe" else key)
         if not (names := value.filter([option.name for option in options])):

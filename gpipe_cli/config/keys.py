@@ -133,6 +133,8 @@ def known_keys(command: str) -> list[str]:
 def hint_for_unknown(key: str, command: str) -> str:
     """What to do about a key that the command does not have."""
     group, _, name = key.partition(".")
+    if group == "hydra":
+        return f"see `gpipe {command} --cfg hydra` for the keys of Hydra"
     known = known_keys(command)
     owners = [
         option.name

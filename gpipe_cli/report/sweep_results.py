@@ -58,7 +58,8 @@ def best_value(run: Path) -> float | None:
     metric = watched_metric(files.text("config.yaml"))
     rows = files.json_lines("metrics.jsonl")
     values = [as_number(row.get(metric)) for row in rows if row.get("split") == "eval"]
-    return _best_of(metric)((value for value in values if value is not None), default=None)
+    known = [value for value in values if value is not None]
+    return (min if lower_is_better(metric) else max)(known, default=None)
 
 
 def print_sweep(results: Sequence[JobResult], monitor: str | None, jobs: int, line: str) -> None:
@@ -127,9 +128,6 @@ def _title(results: Sequence[JobResult], jobs: int) -> str:
 
 
 def _best_job(results: Sequence[JobResult], monitor: str) -> JobResult | None:
-    known = [result for result in results if result.best is not None]
-    return _best_of(monitor)(known, key=lambda result: result.best, default=None)
-
-
-def _best_of(metric: str) -> Any:
-    return min if lower_is_better(metric) else max
+    known = {result.number: result.best for result in results if result.best is not None}
+    best = (min if lower_is_better(monitor) else max)(known, key=known.__getitem__, default=None)
+    return next((result for result in results if result.number == best), None)
