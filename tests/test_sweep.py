@@ -1,8 +1,9 @@
-"""Sweeps: what the same line skips, resumes and runs, with which launcher and sweeper, how they stop, what they print."""
+"""Sweeps: what the same line skips, resumes and runs, with which launcher, how they stop, and what they print."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import shlex
@@ -22,6 +23,8 @@ from tests.conftest import TINY, TINY_TRAINING
 Gpipe = Callable[..., Any]
 SWEEP = ("train", "-m", "epochs=1", "seed=1,2")
 JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+OPTUNA = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+"""That of Hydra 1.3 imports what SQLAlchemy will move."""
 SIGNALS = """
 import os, signal
 from pathlib import Path
@@ -80,9 +83,8 @@ def test_a_failure_in_a_sweep_is_reported_with_its_type_and_place(tiny: Gpipe) -
     for line in answer.out.splitlines()[2:4]:
         assert "FAILED (1): ZeroDivisionError: as [31mwritten (in partition 1, layer '2'" in line
     assert "Traceback" not in answer.err and "Error executing job" not in answer.err
-    assert answer.out.splitlines()[-1].startswith(
-        "resume   gpipe train -m model._target_=tiny_for_tests.broken "
-    )
+    *_, resume = answer.out.splitlines()
+    assert resume.startswith("resume   gpipe train ") and resume.endswith(" steps=1 seed=1,2")
     debugged = tiny("train", "-m", "model._target_=tiny_for_tests.broken", "steps=1", "seed=1", "--debug")
     assert "Traceback" in debugged.err
 
@@ -145,10 +147,10 @@ def test_a_sweep_never_continues_the_jobs_of_another_line(tiny: Gpipe, tmp_path:
 
 
 def test_a_file_that_has_changed_makes_another_sweep(tiny: Gpipe, tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_text("steps: 1\n", encoding="utf-8")
+    (tmp_path / "my.yaml").write_text("clip_grad_norm: 1\n", encoding="utf-8")
     words = ("train", "-m", "seed=1", "config=my.yaml")
     tiny(*words)
-    (tmp_path / "my.yaml").write_text("steps: 2\n", encoding="utf-8")
+    (tmp_path / "my.yaml").write_text("clip_grad_norm: 2\n", encoding="utf-8")
     assert "resuming" not in tiny(*words).err
     assert len(list(tmp_path.glob("runs/sweep/*/*"))) == 2
 
@@ -159,7 +161,10 @@ def test_a_file_that_has_changed_makes_another_sweep(tiny: Gpipe, tmp_path: Path
         (("chunks=2,0",), "chunks=0: must be at least 1"),
         (("schedule=gpipe,nope",), "schedule=nope: no such option"),
         (("recipe=digits,nope",), "recipe=nope: no such option"),
-        (("seed=range(0,200)", "batch_size=20,x"), "batch_size=x: expected a whole number"),
+        (
+            ("seed=range(0,11)", "epochs=range(1,11)", "batch_size=20,x"),
+            "batch_size=x: expected a whole number",
+        ),
         (("run_dir=a,b",), "run_dir=a,b: a sweep has one directory"),
         (("run_dir=''",), "give the name of a directory"),
         (("run_dir=a", "hydra.sweep.dir=b"), "run_dir and hydra.sweep.dir exclude each other"),
@@ -168,7 +173,7 @@ def test_a_file_that_has_changed_makes_another_sweep(tiny: Gpipe, tmp_path: Path
             ("optimizer.lr=interval(0.1,1)",),
             "optimizer.lr=interval(0.1,1): an interval needs hydra/sweeper=optuna",
         ),
-        (("optimizer.lr=interval(-1,1)", "hydra/sweeper=optuna"), "optimizer.lr=-1.0: "),
+        (("chunks=int(interval(0,4))", "hydra/sweeper=optuna"), "chunks=0: must be at least 1"),
         (("hydra/sweeper=optuna", "--dry-run"), "hydra/sweeper=optuna: needs a metric"),
         (("hydra.sweep.dir=a", "--dry-run"), "hydra.sweep.dir: has no effect"),
         (("hydra/launcher=nope",), "hydra/launcher=nope: no such option; pip install 'gpipe-cli[sweeps]'"),
@@ -235,20 +240,29 @@ def test_the_time_limit_counts_for_the_whole_sweep(tiny: Gpipe) -> None:
     assert "job 1: seed=2" not in stopped.err
 
 
+@pytest.fixture
+def logging_restored() -> Iterator[None]:
+    before = logging.root.handlers[:], logging.root.level
+    yield
+    for handler in logging.root.handlers:
+        if handler not in before[0]:
+            handler.close()
+    logging.root.handlers[:], logging.root.level = before
+
+
+@pytest.mark.usefixtures("logging_restored")
 def test_hydra_writes_logs_and_its_own_files_and_changes_the_folder_only_if_told_to(
     tiny: Gpipe, tmp_path: Path
 ) -> None:
     asked = ("hydra.output_subdir=.hydra", "hydra/job_logging=default", "hydra.job.chdir=true")
     assert tiny("train", "steps=1", "hydra.run.dir=one", *asked).code == 0
     assert {".hydra", "gpipe.log", "summary.json"} <= {path.name for path in (tmp_path / "one").iterdir()}
-    answer = tiny(
-        "train", "-m", "steps=1", "hydra.sweep.dir=${now:%Y}", "hydra.sweep.subdir=job", *asked, "--json"
+    assert (
+        tiny("train", "-m", "steps=1", "hydra.sweep.dir=${now:%Y}", "hydra.sweep.subdir=a", *asked).code == 0
     )
-    (job,) = answer.json
-    assert answer.code == 0 and {".hydra", "gpipe.log"} <= {
-        path.name for path in Path(job["run_dir"]).iterdir()
-    }
-    assert Path(job["run_dir"]).parent.parent == tmp_path == Path.cwd()
+    (job,) = tmp_path.glob("2*/a")
+    assert {".hydra", "gpipe.log", "summary.json"} <= {path.name for path in job.iterdir()}
+    assert Path.cwd() == tmp_path
 
 
 def test_an_error_of_a_job_with_keys_of_hydra_is_one_line(tiny: Gpipe) -> None:
@@ -263,6 +277,7 @@ def test_commands_without_directories_sweep_too(tiny: Gpipe, tmp_path: Path) -> 
     assert [job["exit_code"] for job in answer.json] == [0, 0] and not (tmp_path / "runs").exists()
 
 
+@OPTUNA
 def test_optuna_searches_an_interval_and_the_same_line_asks_for_the_same_trials(
     tiny: Gpipe, tmp_path: Path
 ) -> None:
@@ -287,6 +302,7 @@ def test_optuna_searches_an_interval_and_the_same_line_asks_for_the_same_trials(
     assert [job["finished_earlier"] for job in more.json] == [True] * 6 + [False]
 
 
+@OPTUNA
 def test_optuna_maximizes_a_score_and_goes_on_after_a_failure(tiny: Gpipe, tmp_path: Path) -> None:
     target = "model._target_=choice(tiny_for_tests.build,tiny_for_tests.broken)"
     words = ("steps=1", target, "snapshot.monitor=top1", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4")
