@@ -95,6 +95,8 @@ class Invocation:
 
     words: tuple[str, ...] = ()
     """The overrides, or the arguments of a command without a configuration."""
+    typed: tuple[str, ...] = field(default=(), compare=False)
+    """Everything after the command, as it was typed."""
     help: bool = False
     version: bool = False
     json: bool = False
@@ -162,7 +164,7 @@ def parse(arguments: list[str], *, command: str = "train") -> Invocation:
     overrides = _with_keys(rest, command)
     overrides += [f"{key}={value}" for key, value in short.items() if value is not None]
     check_given_once(overrides)
-    invocation = Invocation(tuple(overrides), **values)
+    invocation = Invocation(tuple(overrides), tuple(arguments), **values)
     _check_combinations(invocation)
     return invocation
 
