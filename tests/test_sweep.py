@@ -40,7 +40,7 @@ def build(num_classes: int) -> nn.Sequential:
 
 class Signals(nn.Module):
     def forward(self, input):
-        if Path("signal").exists() and any(Path("parts").glob("seed-2-*/metrics.jsonl")):
+        if Path("signal").exists() and any(Path("parts").glob("seed-2-*/snapshots/step-00000001")):
             number = int(Path("signal").read_text())
             Path("signal").unlink()
             os.kill(os.getpid(), number)
