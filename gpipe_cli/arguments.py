@@ -6,18 +6,31 @@ Imports nothing expensive, so that `gpipe --help` and completion stay quick.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from gpipe_cli.config.keys import known_keys
-from gpipe_cli.config.schema import GROUPS
-from gpipe_cli.config.words import ANY_CHARACTER, check_given_once, override_key
+from gpipe_cli.config.schema import GROUPS, POSITIONAL, SCHEMAS, SWEPT, WITH_MODEL, config_keys
+from gpipe_cli.config.words import (
+    ANY_CHARACTER,
+    check_given_once,
+    escape_references,
+    override_key,
+    quoted,
+    sets_hydra,
+)
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.report.formatting import hidden_character, no_hidden
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 CFG_PARTS = ("job", "hydra", "all")
+
+
+DRY_RUN = ("train", "eval", "predict", "generate", "profile", "plan")
+_OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w.]*=|~[A-Za-z_][\w.]*\Z")
 
 
 @final
@@ -28,52 +41,50 @@ class Flag:
     """Empty for a flag that the help does not mention."""
     metavar: str = ""
     """Empty for a switch."""
-    plain: bool = False
-    """Whether commands without a configuration take it too."""
-    only: str = ""
-    """The only command that takes it, if there is just one."""
-    also: str = ""
-    """A command without a configuration that takes it too."""
+    commands: Collection[str] | None = None
+    """The commands that take it; None: all."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `ArgumentParser.add_argument`."""
 
 
 # Hydra's `--experimental-rerun` is missing on purpose: it loads a pickle.
 FLAGS = (
-    Flag(("--help", "-h"), plain=True),
-    Flag(("--by",), "balance by X; short for balance=X", "X"),
-    Flag(("--json",), "print the result as one JSON document on stdout", plain=True),
+    Flag(("--help", "-h")),
+    Flag(("--by",), "balance by X; short for balance=X", "X", WITH_MODEL),
+    Flag(("--json",), "print the result as one JSON document on stdout"),
     Flag(
         ("--dry-run",),
         "check everything and show the run's partitions and memory; no training, no run directory",
+        commands=DRY_RUN,
     ),
-    Flag(("--debug",), "show the full traceback of an error", plain=True),
-    Flag(("-m", "--multirun"), "run a sweep: every combination of comma-separated values"),
-    Flag(("-r", "--run")),
-    Flag(("-c", "--cfg"), "print the composed configuration: job, hydra or all", "job"),
-    Flag(("--resolve",), "with --cfg: fill in ${...}"),
-    Flag(("-p", "--package"), "with --cfg: print only this part of the configuration", "P"),
+    Flag(("--debug",), "show the full traceback of an error"),
+    Flag(("-m", "--multirun"), "run a sweep: every combination of comma-separated values", commands=SWEPT),
+    Flag(("-r", "--run"), commands=SWEPT),
+    Flag(("-c", "--cfg"), "print the composed configuration: job, hydra or all", "job", SCHEMAS),
+    Flag(("--resolve",), "with --cfg: fill in ${...}", commands=SCHEMAS),
+    Flag(("-p", "--package"), "with --cfg: print only this part of the configuration", "P", SCHEMAS),
     Flag(
         ("-i", "--info"),
         f"print what Hydra knows: {', '.join(INFO_TOPICS)}",
         "X",
+        SCHEMAS,
         options={"nargs": "?", "const": "all"},
     ),
     Flag(
         ("-cd", "--config-dir"),
         "search this folder for options too, under names that gpipe does not use",
         "D",
-        also="launch-script",
+        WITH_MODEL,
     ),
     Flag(
         ("-cn", "--config-name"),
         "start from another primary config, such as N.yaml in --config-dir",
         "N",
-        also="launch-script",
+        WITH_MODEL,
     ),
-    Flag(("--hydra-help",), "show Hydra's own flags"),
-    Flag(("--watch",), "refresh the table on the terminal until Ctrl-C", plain=True, only="runs"),
-    Flag(("--version", "-V"), "print the version of gpipe", plain=True),
+    Flag(("--hydra-help",), "show Hydra's own flags", commands=SCHEMAS),
+    Flag(("--watch",), "refresh the table on the terminal until Ctrl-C", commands=("runs",)),
+    Flag(("--version", "-V"), "print the version of gpipe"),
 )
 
 
@@ -95,7 +106,6 @@ class Invocation:
     run: bool = False
     hydra_help: bool = False
     resolve: bool = False
-    watch: bool = False
     cfg: str | None = None
     info: str | None = None
     package: str | None = None
@@ -108,26 +118,26 @@ class Invocation:
         return self.hydra_help or self.info is not None or self.cfg not in (None, "job")
 
 
-def flags_of(command: str, *, configured: bool) -> list[Flag]:
-    """The flags of a command, which has a configuration or has none."""
+def flags_of(command: str, *, configured: bool = True) -> list[Flag]:
+    """The flags of a command; those of all commands, with a configuration or without one, if none is named."""
     return [
         flag
         for flag in FLAGS
-        if (configured or flag.plain or (command and flag.also == command)) and flag.only in ("", command)
+        if flag.commands is None or (command in flag.commands if command else configured)
     ]
 
 
-def flag_names(command: str = "", *, configured: bool) -> list[str]:
+def flag_names(command: str = "", *, configured: bool = True) -> list[str]:
     return [name for flag in flags_of(command, configured=configured) for name in flag.names]
 
 
-def parse(arguments: list[str], *, configured: bool = True, command: str = "") -> Invocation:
+def parse(arguments: list[str], *, command: str = "train") -> Invocation:
     # The words of a script are quoted in it, and `checks` judges those that name files.
     for word in arguments if command != "launch-script" else ():
         if override_key(word) not in ANY_CHARACTER and (hidden := hidden_character(word)):
             raise ConfigError(f"{override_key(word)}: {no_hidden(hidden)}")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in flags_of(command, configured=configured):
+    for flag in flags_of(command):
         switch: dict[str, Any] = {} if flag.metavar else {"action": "store_true"}
         parser.add_argument(*flag.names, **switch, **flag.options)
     # argparse would take any word after --info for its topic.
@@ -143,14 +153,16 @@ def parse(arguments: list[str], *, configured: bool = True, command: str = "") -
         takes = "needs a value" if "expected" in error.message else "takes no value"
         raise ConfigError(f"{flag_name} {takes}") from error
     values = vars(namespace)
-    by = values.pop("by", None)
+    short = {"balance": values.pop("by", None), "watch": "true" if values.pop("watch", False) else None}
     for word, after in zip(rest, [*rest, ""][1:], strict=True):
         if word.startswith("-"):
             name = word.partition("=")[0]
-            cure = _key_for_flag(word, after, command) if configured else ""
-            cure = cure or or_list(name, flag_names(command, configured=configured))
+            cure = _key_for_flag(word, after, command) if command in SCHEMAS else ""
+            others = ", ".join(other for other in SCHEMAS if name in flag_names(other))
+            cure = cure or (f"it belongs to gpipe {others}" if others else or_list(name, flag_names(command)))
             raise ConfigError(f"unknown flag {name}; {cure}")
-    overrides = [*rest, *([] if by is None else [f"balance={by}"])]
+    overrides = _with_keys(rest, command)
+    overrides += [f"{key}={value}" for key, value in short.items() if value is not None]
     check_given_once(overrides)
     invocation = Invocation(tuple(overrides), tuple(arguments), **values)
     _check_combinations(invocation)
@@ -161,7 +173,7 @@ def _key_for_flag(word: str, after: str, command: str) -> str:
     """`did you mean epochs=5?` for `--epochs 5`; empty if the command has no such key."""
     flag, equals, value = word.lstrip("-").partition("=")
     name = flag.replace("-", "_")
-    keys = known_keys(command or "train")
+    keys = known_keys(command)
     near = [key for key in keys if name in (key, key.partition(".")[0], key.rpartition(".")[2])]
     if not near or len(name) < 2:
         return ""
@@ -169,17 +181,28 @@ def _key_for_flag(word: str, after: str, command: str) -> str:
     return f"did you mean {name if name in GROUPS else near[0]}={value}?"
 
 
-def parse_keys(words: Sequence[str], values: Mapping[str, str]) -> dict[str, str]:
-    """The `key=value` words of a command without a configuration; `values` says what each key takes."""
-    given: dict[str, str] = {}
+def _with_keys(words: Sequence[str], command: str) -> list[str]:
+    """The words, each with its key: `gpipe runs a=b` lists a folder of that name, whatever characters it has."""
+    keys = POSITIONAL.get(command, ())
+    if not keys:
+        return list(words)
+    types = {key.key: key.type for key in config_keys(command)}
+    is_list = types[keys[0]] == "list"
+    given, bare = [], []
     for word in words:
-        key, equals, value = word.partition("=")
-        if key not in values:
-            raise ConfigError(f"unknown key '{key}'; {or_list(key, values)}")
-        if not equals or not value:
-            raise ConfigError(f"{key}: give {key}=<{values[key]}>")
-        given[key] = value
-    return given
+        key, _, value = word.partition("=")
+        sets_key = _OVERRIDE.match(word) or ("=" in word and sets_hydra(word))
+        if is_list and key == keys[0] and value[:1] not in ("", "[", "$", "'", '"'):
+            bare.append(value)  # one member, without brackets
+        elif sets_key and (key in types or not os.path.lexists(word)):
+            given.append(word)
+        else:
+            bare.append(word)
+    values = [quoted(escape_references(word)) for word in bare]
+    if is_list:
+        return [*given, f"{keys[0]}=[{','.join(values)}]"] if values else given
+    filled = [f"{key}={value}" for key, value in zip(keys, values, strict=False)]
+    return [*given, *filled, *bare[len(keys) :]]
 
 
 def _check_combinations(invocation: Invocation) -> None:

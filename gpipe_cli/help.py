@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from gpipe_cli import arguments
 from gpipe_cli.config.keys import default_options, list_options, takes_recipes
-from gpipe_cli.config.schema import GROUPS, config_keys
+from gpipe_cli.config.schema import config_keys
 from gpipe_cli.config.words import CONFIG_MEANING, SCALE_KEY, SMALL
 
 WIDTH = 110
@@ -111,7 +111,6 @@ COMMANDS = {
             "gpipe launch-script torchrun hosts=[node0,node1] gpus_per_node=4 run_dir=/shared/run1 > start.sh",
             "gpipe launch-script torchrun hosts=[node0] ranks_per_node=4 run_dir=/shared/run1 --json",
         ),
-        configured=False,
         keys={
             "nodes": "slurm: how many nodes.",
             "hosts": "torchrun: names or addresses of all hosts, such as [node0,node1]; the first one holds the "
@@ -133,7 +132,6 @@ COMMANDS = {
             "gpipe check devices=[cuda:0,cuda:3] run_dir=checked",
             "gpipe check --json                           # one JSON document on stdout",
         ),
-        configured=False,
     ),
     "report": Command(
         "rebuild the report of a run, or compare several runs",
@@ -144,7 +142,6 @@ COMMANDS = {
             "gpipe report <directory> out=page.html",
             "gpipe report <directory> --json                    # one JSON document on stdout",
         ),
-        configured=False,
     ),
     "runs": Command(
         "list training runs with their state, step, metrics, age and size",
@@ -155,7 +152,6 @@ COMMANDS = {
             "gpipe runs experiments/sweep",
             "gpipe runs --json                            # one JSON document on stdout",
         ),
-        configured=False,
     ),
     "export": Command(
         "export the weights of a run to a file or directory that loads without gpipe",
@@ -166,7 +162,6 @@ COMMANDS = {
             "gpipe export run=<directory> format=hf out=llama  # a directory for from_pretrained; needs model=hf",
             "gpipe export run=<directory> format=peft out=adapter  # for PeftModel.from_pretrained; needs model.lora",
         ),
-        configured=False,
     ),
     "ls": Command(
         "list models, datasets, recipes and other options",
@@ -183,7 +178,6 @@ COMMANDS = {
             "gpipe train --config-dir conf recipe=mine    # train with your copy",
             "gpipe cp optimizer/sgd conf/optimizer/mine.yaml",
         ),
-        configured=False,
     ),
     "env": Command(
         "describe this machine, ready to paste into an issue",
@@ -192,12 +186,18 @@ COMMANDS = {
         configured=False,
     ),
 }
-FLAGS = {
-    **{
+
+
+def _flags(command: str) -> dict[str, str]:
+    return {
         f"{', '.join(flag.names)} {flag.metavar}".rstrip(): flag.help
-        for flag in arguments.FLAGS
-        if flag.help and not flag.only
-    },
+        for flag in arguments.flags_of(command)
+        if flag.help
+    }
+
+
+FLAGS = {
+    **_flags(""),
     "-sc install=bash": 'set up tab completion, without a command: eval "$(gpipe -sc install=bash)"',
 }
 
@@ -217,6 +217,7 @@ def overview() -> str:
         _section("Commands", commands),
         _section("Examples", examples),
         *_configuration("train"),
+        _section("Flags", _table(FLAGS)),
         "`gpipe <command> --help` describes a command. Tab completion, in ~/.bashrc: "
         'eval "$(gpipe -sc install=bash)"',
     ]
@@ -231,23 +232,17 @@ def command_help(name: str) -> str:
         f"Usage: {command.usage}",
         _section("Examples", command.examples),
     ]
-    if command.configured:
-        parts += _configuration(name)
-        return "\n\n".join(parts)
-    if command.keys:
-        parts.append(_section("Keys (key=value), besides those of gpipe train", _table(dict(command.keys))))
-    own = {", ".join(flag.names): flag.help for flag in arguments.FLAGS if name in (flag.only, flag.also)}
-    parts.append(_section("Flags", _table({**{flag: FLAGS[flag] for flag in ("--json", "--debug")}, **own})))
-    return "\n\n".join(parts)
+    parts += _configuration(name) if command.configured else []
+    return "\n\n".join([*parts, _section("Flags", _table(_flags(name)))])
 
 
 def _configuration(command: str) -> list[str]:
-    return [
-        _section("Groups (group=option; * marks the default)", _groups(command)),
-        _section("Keys (key=value)", _keys(command)),
-        _section("Keys of the default options", _component_keys(command)),
-        _section("Flags", _table(FLAGS)),
-    ]
+    sections = {
+        "Groups (group=option; * marks the default)": _groups(command),
+        "Keys (key=value)": _keys(command),
+        "Keys of the default options": _component_keys(command),
+    }
+    return [_section(title, lines) for title, lines in sections.items() if lines]
 
 
 def _groups(command: str) -> list[str]:
@@ -256,7 +251,7 @@ def _groups(command: str) -> list[str]:
     rows: dict[str, str] = {}
     for field in config_keys(command):
         group = field.key.partition(".")[0]
-        if group in GROUPS:
+        if group in chosen:
             names = [
                 f"{option.name}*" if chosen[group].name == option.name else option.name
                 for option in list_options(group)
@@ -281,7 +276,7 @@ def _groups(command: str) -> list[str]:
 def _keys(command: str) -> list[str]:
     """All keys except the first of each group, which `_groups` shows."""
     rows = {}
-    groups = set(GROUPS)
+    groups = set(default_options(command))
     for field in config_keys(command):
         group = field.key.partition(".")[0]
         if group in groups:

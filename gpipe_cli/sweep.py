@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.compose import JobConfig, Request, SweepWord, compose, prepared, sweep_words
 from gpipe_cli.config.messages import config_errors
-from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.config.sources import VERSION, store
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import override_key, quote_override, quoted, sets_hydra, sets_key, without_keys
@@ -304,7 +304,9 @@ def _check_devices(configs: Sequence[JobConfig]) -> None:
     from gpipe_cli.accelerator.devices import available_devices  # imports torch
 
     devices = [
-        available_devices(config.settings.devices) for config in (*configs, *configs[: len(configs) == 1])
+        available_devices(config.settings.devices)
+        for config in (*configs, *configs[: len(configs) == 1])
+        if isinstance(config.settings, ModelConfig)
     ]
     used = [device for own in devices for device in set(own) if device.type != "cpu"]
     if shared := next((device for device in used if used.count(device) > 1), None):

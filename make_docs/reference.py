@@ -178,8 +178,8 @@ def commands_page() -> str:
         ),
         *(part for name in COMMANDS for part in _command(name)),
         "## Flags",
-        "For commands whose keys are on the page [Keys](keys.md). The others take `--json`, `--debug`, `--help` and "
-        "`--version`; `gpipe runs` also `--watch`, and `gpipe launch-script` also `--config-dir` and `--config-name`.",
+        "Every command takes `--json`, `--debug`, `--help` and `--version`, and of the others those that its `--help` "
+        "lists.",
         table(["flag", "what it does"], [[code(flag), meaning] for flag, meaning in FLAGS.items()]),
         "## Exit codes",
         "An error is one line on stderr: the problem, the value and the fix. `--debug` adds the traceback.",

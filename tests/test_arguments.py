@@ -70,11 +70,40 @@ def test_flags_that_do_not_go_together_are_refused(words: str, says: str) -> Non
         parse(words.split())
 
 
-def test_a_command_without_a_configuration_takes_few_flags() -> None:
-    assert parse(["models", "--json"], configured=False).json
-    for flag in ("--dry-run", "-m", "--cfg", "--config-dir", "--by"):
-        with pytest.raises(ConfigError, match=f"unknown flag {flag}; choose one of: --debug, --help, --json"):
-            parse([flag, "x"], configured=False)
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("ls", "--dry-run -m --cfg --config-dir --by --watch"),
+        ("report", "--dry-run -m --config-dir --by --watch"),
+        ("launch-script", "--dry-run -m --watch"),
+        ("balance", "--dry-run --watch"),
+        ("train", "--watch"),
+    ],
+)
+def test_a_command_takes_only_the_flags_that_it_uses(command: str, flags: str) -> None:
+    """`gpipe balance --dry-run` was accepted, and balanced."""
+    assert parse(["--json"], command=command).json
+    for flag in flags.split():
+        with pytest.raises(ConfigError, match=f"unknown flag {flag}; it belongs to gpipe"):
+            parse([flag, "x"], command=command)
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "keys"),
+    [
+        ("report", ["a", "b c"], ["run=['a','b c']"]),
+        ("report", ["out=x.html", "run=a", "it's"], ["out=x.html", "run=['a','it\\'s']"]),
+        ("report", ["run=[a,b]"], ["run=[a,b]"]),
+        ("runs", ["./a=b", "--watch"], ["folder='./a=b'", "watch=true"]),
+        ("runs", ["a=b"], ["a=b"]),
+        ("cp", ["recipe/a", "b.yaml"], ["source='recipe/a'", "target='b.yaml'"]),
+        ("cp", ["recipe/a", "b.yaml", "c"], ["source='recipe/a'", "target='b.yaml'", "c"]),
+        ("launch-script", ["slurm", "~model.weights"], ["~model.weights", "kind='slurm'"]),
+        ("train", ["slurm"], ["slurm"]),
+    ],
+)
+def test_words_without_a_key_get_that_of_their_place(command: str, words: list[str], keys: list[str]) -> None:
+    assert parse(words, command=command).words == tuple(keys)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from gpipe_cli.config.schema import GROUPS, NO_EFFECT, SCHEMAS, config_keys
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS, SWEPT, config_keys
 from gpipe_cli.config.words import SCALE_KEY, override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
@@ -100,7 +100,7 @@ def chosen_options(command: str, words: Iterable[str]) -> dict[str, Option]:
     given = dict(word.split("=", 1) for word in words if "=" in word)
     recipe = given.get("recipe", given.get("recipes"))
     listed = [option for option in list_options("recipes") if option.name == recipe]
-    chosen = dict(re.findall(r"^  - (\w+): (\w+)$", _primary(command), flags=re.MULTILINE))
+    chosen = dict(re.findall(r"^  - (?:override /)?(\w+): (\w+)$", _primary(command), flags=re.MULTILINE))
     chosen |= {key: name for option in listed for key, name in option.picks.items()}
     models = {option.name: option for option in list_options("model")}
     model = models.get(given.get("model") or chosen.get("model", ""))
@@ -116,7 +116,8 @@ def chosen_options(command: str, words: Iterable[str]) -> dict[str, Option]:
     }
 
 
-def known_keys(command: str) -> list[str]:
+@cache
+def known_keys(command: str) -> tuple[str, ...]:
     """Every key that the command has: those of its schema, and those of the shipped options of its groups."""
     own = [key.key for key in config_keys(command)]
     inside = [
@@ -127,7 +128,7 @@ def known_keys(command: str) -> list[str]:
         for key in option.keys
     ]
     of_recipes = ["recipe", SCALE_KEY] if takes_recipes(command) else []
-    return [*own, "config", *dict.fromkeys(inside), *of_recipes]
+    return (*own, "config", *dict.fromkeys(inside), *of_recipes)
 
 
 def hint_for_unknown(key: str, command: str) -> str:
@@ -143,24 +144,33 @@ def hint_for_unknown(key: str, command: str) -> str:
     ]
     if owners and name:
         return f"it belongs to {group}={'|'.join(owners)}"
+    others = ", ".join(other for other in SCHEMAS if key in known_keys(other))
     top = [name for name in known if "." not in name]
     if suggestion := ("." not in key and did_you_mean(key, top)) or did_you_mean(key, known):
-        return suggestion
-    others = [other for other in SCHEMAS if any(key == own for own in known_keys(other))]
+        return f"{suggestion} {key} belongs to gpipe {others}" if others else suggestion
     if others:
-        return f"gpipe {command} does not have it; it belongs to gpipe {', '.join(others)}"
+        return f"gpipe {command} does not have it; it belongs to gpipe {others}"
     return f"see `gpipe {command} --help` for every key"
 
 
 @cache
 def _primary(command: str) -> str:
-    return (conf_dir() / f"{command}.yaml").read_text(encoding="utf-8")
+    """The text of the command's primary config, after that of the command that it begins with, if any."""
+    text = (conf_dir() / f"{command}.yaml").read_text(encoding="utf-8")
+    bases = [base for base in SCHEMAS if f"\n  - {base}\n" in text]
+    return "".join([*map(_primary, bases), text])
+
+
+def groups_of(command: str) -> set[str]:
+    """The groups of which the command takes an option."""
+    return {group for group in GROUPS if f"\n  - {group}: " in _primary(command)}
 
 
 def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> None:
     """Refuse words that this command cannot take, before Hydra composes anything."""
-    own = {key.key.partition(".")[0] for key in config_keys(command)} | {"config"}
-    groups = {group for group in GROUPS if group in own} | ({"recipe"} if takes_recipes(command) else set())
+    types = {"config": "str", **{key.key: key.type for key in config_keys(command)}}
+    own = {key.partition(".")[0] for key in types}
+    groups = groups_of(command) | ({"recipe"} if takes_recipes(command) else set())
     lists = _list_keys(command)
     for word in words:
         key, (_, equals, value) = override_key(word), word.partition("=")
@@ -172,6 +182,8 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
         if key == "hydra.searchpath":
             raise ConfigError(f"{word}: name the folder by --config-dir, so that gpipe checks its files")
         if sets_hydra(word):
+            if command not in SWEPT:
+                raise ConfigError(f"{key}: gpipe {command} does not run through Hydra; leave it out")
             continue
         if key == "jobs":
             raise ConfigError(
@@ -189,6 +201,18 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
             raise ConfigError(f"unknown key '{unknown}'; {hint_for_unknown(unknown, command)}")
         if above := next((name for name in lists if key.startswith(f"{name}.")), None):
             raise ConfigError(f"{word}: {above} is a list; set it as a whole, {above}=[...]")
+        # Components have keys of their own, and the value of a key without a type may be a mapping.
+        inside = key != group and group not in (*COMPONENT_GROUPS, "recipe") and types.get(group) != ""
+        if inside and not any(f"{name}.".startswith(f"{key}.") for name in types):
+            raise ConfigError(f"unknown key '{key}'; {hint_for_unknown(key, command)}")
+        members = [name for name in types if name.startswith(f"{key}.")]
+        if (
+            members
+            and key not in groups
+            and word[0] != "~"
+            and (key in GROUPS or value[:1] not in ("{", "$"))
+        ):
+            raise ConfigError(f"{word}: holds several keys; set one of them, such as {members[0]}=...")
         if key in groups and word[0] != "~" and not is_option_name(value):
             raise ConfigError(f"{word}: {option_cure(key, value)}")
 

@@ -69,7 +69,9 @@ def search_path(command: str, composing: Composing, config: HydraConf | None = N
     outer = GlobalHydra.instance().hydra  # of the sweep that this job belongs to
     outer_config = None if outer is None else ConfigStore.instance().load("hydra/config.yaml").node
     GlobalHydra.instance().clear()
-    store(f"{command}_schema", SCHEMAS[command])
+    for base, schema in SCHEMAS.items():
+        if issubclass(SCHEMAS[command], schema):  # gpipe launch-script begins with the files of gpipe train
+            store(f"{base}_schema", SCHEMAS[command])
     store("config", SINGLE_JOB if config is None else config, group="hydra")
     _open.append(composing)
     try:
