@@ -75,7 +75,7 @@ def run_with_hydra(request: Request, invocation: Invocation, began: float) -> in
     if invocation.multirun or "hydra.mode=MULTIRUN" in request.words:
         return _run_sweep(request, invocation, began)
     config = compose(request)
-    add_current_folder(config.settings.allow)  # hydra.job.chdir changes it
+    add_current_folder(getattr(config.settings, "allow", ()))  # hydra.job.chdir changes it
     results: list[Summary | BaseException] = []
 
     def task(_: object) -> None:

@@ -113,7 +113,7 @@ class Task:
             request = replace(self.request, words=tuple(result.overrides))
             with chdir(given.runtime.cwd):  # hydra.job.chdir has changed it, or a worker has another one
                 config = compose(request)
-                add_current_folder(config.settings.allow)
+                add_current_folder(getattr(config.settings, "allow", ()))
                 run = run if run is None or given.job.chdir else shown_path(run)
             with nullcontext() if given.job.chdir else chdir(given.runtime.cwd):
                 result = self._run_in(run, request, config, result)
