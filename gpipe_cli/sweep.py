@@ -35,6 +35,7 @@ from gpipe_cli.config.compose import JobConfig, Request, SweepWord, compose, pre
 from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.config.sources import VERSION, store
+from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import override_key, quote_override, quoted, sets_hydra, sets_key, without_keys
 from gpipe_cli.errors import INTERRUPTED, ConfigError, Interrupted, Stopped
 from gpipe_cli.jobs import run_job
@@ -74,6 +75,7 @@ def run_with_hydra(request: Request, invocation: Invocation, began: float) -> in
     if invocation.multirun or "hydra.mode=MULTIRUN" in request.words:
         return _run_sweep(request, invocation, began)
     config = compose(request)
+    add_current_folder(getattr(config.settings, "allow", ()))  # hydra.job.chdir changes it
     results: list[Summary | BaseException] = []
 
     def task(_: object) -> None:

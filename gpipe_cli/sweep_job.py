@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import hashlib
+import multiprocessing
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from omegaconf import OmegaConf
 from gpipe_cli.config.compose import JobConfig, Request, compose
 from gpipe_cli.config.files import load_yaml
 from gpipe_cli.config.sources import register_resolver
+from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import override_key
 from gpipe_cli.errors import INTERRUPTED, ConfigError, Interrupted, exit_code
 from gpipe_cli.jobs import run_job
@@ -111,6 +113,7 @@ class Task:
             request = replace(self.request, words=tuple(result.overrides))
             with chdir(given.runtime.cwd):  # hydra.job.chdir has changed it, or a worker has another one
                 config = compose(request)
+                add_current_folder(getattr(config.settings, "allow", ()))
                 run = run if run is None or given.job.chdir else shown_path(run)
             with nullcontext() if given.job.chdir else chdir(given.runtime.cwd):
                 result = self._run_in(run, request, config, result)
@@ -151,6 +154,7 @@ class Task:
             install_handlers()
         )  # for good: a worker that ends between two jobs would take the others with it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        multiprocessing.set_start_method(None, force=True)  # that of joblib cannot start torch's data workers
         parent = int(self.process.split()[-1])
         if os.getppid() == parent:
             die_with_parent(parent)

@@ -214,7 +214,7 @@ def _train_a_language_model(session: UserSession) -> None:
 
 
 def _sweep_and_compare(session: UserSession) -> None:
-    sweep = "gpipe train -m model=mlp optimizer.lr=0.001,0.01 steps=4 jobs=2 run_dir=sweep"
+    sweep = "gpipe train -m model=mlp optimizer.lr=0.001,0.01 steps=4 run_dir=sweep"
     session.run_offered([line for line in session.run(sweep) if line.startswith("gpipe report")])
     session.run(sweep)  # every job is finished
 

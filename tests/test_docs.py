@@ -40,7 +40,11 @@ EXAMPLES = [
     TOP / "examples" / "your_own_parts" / "myparts.py",
 ]
 RUN = "<the run's directory>"
-EXISTING_RUNS = ("first", "mine", "mine/0", "mine/1", "mine/2")
+EXISTING_RUNS = (
+    "first",
+    "mine",
+    *(f"mine/seed-{name}" for name in ("1-bb8c5544", "2-e70e6bea", "3-1b22c0ed")),
+)
 """Runs that a page's commands name, and that a test has to make before."""
 CONFIG_FILES = ("config=my.yaml", "config=changed.yaml")
 """Files that a page's commands name; a test writes the first one of the page about files."""
@@ -275,12 +279,14 @@ def unknown(line: str) -> list[str]:
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
     keys = (
         {field.key for field in config_keys(command)}
-        | {"recipe", "jobs", "config"}
+        | {"recipe", "config"}
         | {f"{group}.{key}" for group in GROUPS for key in KEYS[group]}
     )
     own = tuple(key.removesuffix("_target_") for key in pairs if key.endswith("._target_"))
     wrong = [
-        key for key in pairs if key not in keys and key not in GROUPS and not (own and key.startswith(own))
+        key
+        for key in pairs
+        if key not in keys and key not in GROUPS and not key.startswith(("hydra.", "hydra/", *own))
     ]
     return wrong + [
         f"{key}={value}" for key, value in pairs.items() if value not in OPTIONS.get(key, {value})

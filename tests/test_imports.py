@@ -20,7 +20,8 @@ LEVELS = """
     __main__
     cli
     completion sweep
-    help jobs
+    help sweep_job
+    jobs
     commands
     run check
     arguments
@@ -60,8 +61,8 @@ COMPONENTS = {
 """Areas beside the levels, and what they import; reached from `run` and by `_target_` in a config."""
 
 ONLY_IN = {
-    "hydra": {"config", "sweep"},
-    "omegaconf": {"config", "sweep", "run"},
+    "hydra": {"config", "sweep", "sweep_job"},
+    "omegaconf": {"config", "sweep", "sweep_job", "run"},
     "torchvision": {"vision"},
     "transformers": {"huggingface"},
 }

@@ -23,8 +23,6 @@ from tests.conftest import TINY, TINY_TRAINING
 Gpipe = Callable[..., Any]
 SWEEP = ("train", "-m", "epochs=1", "seed=1,2")
 JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
-OPTUNA = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-"""That of Hydra 1.3 imports what SQLAlchemy will move."""
 SIGNALS = """
 import os, signal
 from pathlib import Path
@@ -40,7 +38,7 @@ def build(num_classes: int) -> nn.Sequential:
 
 class Signals(nn.Module):
     def forward(self, input):
-        if Path("signal").exists() and any(Path("parts").glob("seed-2-*/metrics.jsonl")):
+        if Path("signal").exists() and any(Path("parts").glob("seed-2-*/snapshots/step-00000001")):
             number = int(Path("signal").read_text())
             Path("signal").unlink()
             os.kill(os.getpid(), number)
@@ -277,7 +275,6 @@ def test_commands_without_directories_sweep_too(tiny: Gpipe, tmp_path: Path) -> 
     assert [job["exit_code"] for job in answer.json] == [0, 0] and not (tmp_path / "runs").exists()
 
 
-@OPTUNA
 def test_optuna_searches_an_interval_and_the_same_line_asks_for_the_same_trials(
     tiny: Gpipe, tmp_path: Path
 ) -> None:
@@ -302,7 +299,6 @@ def test_optuna_searches_an_interval_and_the_same_line_asks_for_the_same_trials(
     assert [job["finished_earlier"] for job in more.json] == [True] * 6 + [False]
 
 
-@OPTUNA
 def test_optuna_maximizes_a_score_and_goes_on_after_a_failure(tiny: Gpipe, tmp_path: Path) -> None:
     target = "model._target_=choice(tiny_for_tests.build,tiny_for_tests.broken)"
     words = ("steps=1", target, "snapshot.monitor=top1", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=4")

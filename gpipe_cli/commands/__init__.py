@@ -1,1 +1,1 @@
-"""One file per command of `gpipe --help`, and the loop over the jobs of a sweep."""
+"""One file per command of `gpipe --help`."""
