@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from gpipe_cli import __version__
 from gpipe_cli.arguments import Invocation, parse
 from gpipe_cli.completion import complete
+from gpipe_cli.config.schema import SCHEMAS
 from gpipe_cli.config.words import override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, is_long_name, or_list
 from gpipe_cli.help import COMMANDS, command_help, overview
@@ -28,6 +29,7 @@ from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.run_directory import resumed_directory
 from gpipe_cli.training.signals import as_stopped, ignore_signals, stop_immediately
 
+HELP = ("--help", "-h", "help")
 COMPLETION = ("-sc", "--shell-completion")
 RUNS_NOTHING = ("--help", "-h", "--version", "-V", "--dry-run", "--cfg", "-c", "--info", "-i", "--hydra-help")
 
@@ -70,16 +72,18 @@ def _dispatch(arguments: list[str]) -> int:
     if command in COMPLETION:
         complete(rest)
         return 0
-    if command in ("--help", "-h", "help"):
-        return _say(command_help(_known(rest[0])) if rest else overview())
+    if command in HELP and not rest:
+        return _say(overview())
+    if command in HELP:
+        command, rest = rest[0], ["--help", *rest[1:]]
     if command in ("--version", "-V"):
         return _say(f"gpipe {__version__}")
-    invocation = parse(rest, configured=COMMANDS[_known(command)].configured, command=command)
+    invocation = parse(rest, _known(command))
     if invocation.version:
         return _say(f"gpipe {__version__}")
     if invocation.help:
-        return _say(command_help(command))
-    if COMMANDS[command].configured:
+        return _say(command_help(command, invocation))
+    if command in SCHEMAS:
         return _configured(command, invocation)
     module = importlib.import_module(f"gpipe_cli.commands.{command.replace('-', '_')}")
     with stop_immediately():

@@ -11,15 +11,20 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gpipe_cli.arguments import flag_names
+from gpipe_cli.arguments import flags_of
 from gpipe_cli.commands.ls import PLURALS, TOPICS
-from gpipe_cli.config.keys import chosen_options, list_options, takes_recipes
-from gpipe_cli.config.schema import GROUPS, config_keys
+from gpipe_cli.config.checks import CHOICES
+from gpipe_cli.config.keys import key_table, list_options
+from gpipe_cli.config.schema import SCHEMAS
 from gpipe_cli.config.words import SCALE_KEY, SCALES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
 
-LAUNCH_SCRIPT, KINDS = "launch-script", ("slurm", "torchrun")
+HYDRA = {
+    "hydra/launcher": ("basic", "joblib", "submitit_local", "submitit_slurm"),
+    "hydra/sweeper": ("basic", "optuna"),
+}
+"""Groups of Hydra for sweeps, and the options that gpipe-cli[sweeps] installs."""
 TASKS = ("install", "uninstall", "query")
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 PATH_KEYS: dict[str, tuple[str, ...] | None] = {
@@ -89,60 +94,40 @@ def _candidates(line: str) -> list[str]:
     """The possible completions of the last word of the line."""
     _program, _, typed = line.lstrip().partition(" ")
     command, space, rest = typed.lstrip().partition(" ")
-    last = rest.rpartition(" ")[2]
+    *earlier, last = rest.lstrip().split(" ")
     if not space:
         return _starting_with(command, (*COMMANDS, "--help", "--version"))
     if command not in COMMANDS:
         return []
     if last.startswith("-"):
-        return _starting_with(last, flag_names(command, configured=COMMANDS[command].configured))
-    key, equals, value = last.partition("=")
-    if equals and key in PATH_KEYS and not (key == "snapshot" and command == "train"):
-        return _paths(f"{key}=", value, PATH_KEYS[key])
+        return _starting_with(last, (name for flag in flags_of(command) for name in flag.names))
     if command == "ls":
         return _starting_with(last, sorted({*TOPICS, *PLURALS}))
-    if last.startswith("recipe.") and COMMANDS[command].configured and takes_recipes(command):
-        return _starting_with(last, (f"{SCALE_KEY}={scale}" for scale in SCALES))
-    if command == "cp" and " " not in rest.lstrip():
-        if last.startswith("run/"):
-            return _paths("run/", last.removeprefix("run/"), ())
+    if command == "cp" and "=" not in last:
         options = (f"{topic}/{option.name}" for topic in TOPICS for option in list_options(topic))
-        return _starting_with(last, ("run/", *options))
-    earlier = [word for word in rest.split(" ")[:-1] if "=" in word and not word.startswith("-")]
-    if command == LAUNCH_SCRIPT and " " in rest.lstrip():
-        own = _starting_with(last, (f"{key}=" for key in COMMANDS[command].keys))
-        return [*own, *(word for word in _keys_and_options("train", earlier, last) if word not in own)]
-    if not COMMANDS[command].configured:
-        return _starting_with(last, _usage_words(command, last))
-    return _keys_and_options(command, earlier, last)
+        found = _paths("run/", last.removeprefix("run/"), ()) if last.startswith("run/") else []
+        return [] if earlier else found or _starting_with(last, ("run/", *options))
+    if command == "launch-script" and not earlier:
+        return _starting_with(last, ("slurm", "torchrun"))
+    if command not in SCHEMAS or (command in ("report", "runs") and not last):
+        return []  # so that the shell offers its files
+    return _keys_and_values(command, earlier, last)
 
 
-def _usage_words(command: str, last: str) -> list[str]:
-    """The keys in the usage of a command, such as `out=`, and the values that it lists, such as `format=hf`."""
-    if command == LAUNCH_SCRIPT:
-        return list(KINDS)
-    usage = COMMANDS[command].usage
-    if not last and re.match(r"gpipe \w+ \[?<", usage):  # a directory, which the shell itself completes
-        return []
-    pairs = re.findall(r"\b(\w+)=([\w|]*)", usage)
-    return [f"{key}={value}" for key, values in pairs for value in values.split("|")]
-
-
-def _keys_and_options(command: str, earlier: Sequence[str], last: str) -> list[str]:
-    """Keys of the command and of the options that the earlier words choose; after `group=`, its options."""
-    key, equals, _ = last.partition("=")
-    chosen = chosen_options(command, earlier)
-    if equals:
-        group = "recipes" if key == "recipe" else key
-        known = group in chosen or (group == "recipes" and takes_recipes(command))
-        return _starting_with(last, (f"{key}={option.name}" for option in list_options(group) if known))
-    own = dict.fromkeys(
-        field.key if field.key.partition(".")[0] not in GROUPS else field.key.partition(".")[0]
-        for field in config_keys(command)
-    )
-    inside = [f"{group}.{name}" for group, option in chosen.items() for name in option.keys]
-    extra = ["config", *(["recipe", SCALE_KEY] if takes_recipes(command) else [])]
-    return _starting_with(last, (f"{name}=" for name in (*own, *inside, *extra)))
+def _keys_and_values(command: str, earlier: Sequence[str], last: str) -> list[str]:
+    """Keys of the command and of the options that the earlier words choose; after `key=`, its values."""
+    rows = {row.key: row for row in key_table(command, earlier)}
+    key, equals, value = last.partition("=")
+    if not equals:
+        return _starting_with(last, (f"{name}=" for name in (*rows, *HYDRA)))
+    if key in PATH_KEYS and key in rows:
+        return _paths(f"{key}=", value, PATH_KEYS[key])
+    values: Iterable[str] = {**CHOICES, **HYDRA, SCALE_KEY: SCALES}.get(key, ())
+    if key in rows and rows[key].type == "group":
+        values = (option.name for option in list_options("recipes" if key == "recipe" else key))
+    elif key in rows and rows[key].default in ("true", "false"):
+        values = ("true", "false")
+    return _starting_with(last, (f"{key}={name}" for name in values))
 
 
 def _paths(prefix: str, typed: str, suffixes: tuple[str, ...] | None) -> list[str]:

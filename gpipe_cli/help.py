@@ -1,23 +1,28 @@
-"""The text of `gpipe --help` and `gpipe <command> --help`, from the schema, the folders and the table below.
+"""The text of `gpipe --help` and `gpipe <command> --help`, from the table of keys and the files under conf/.
 
 Imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import final
 
-from gpipe_cli import arguments
-from gpipe_cli.config.keys import default_options, list_options, takes_recipes
-from gpipe_cli.config.schema import GROUPS, config_keys
-from gpipe_cli.config.words import CONFIG_MEANING, SCALE_KEY, SMALL
+from gpipe_cli.arguments import Invocation, flags_of
+from gpipe_cli.config.keys import Option, conf_dir, key_table, list_options
+from gpipe_cli.config.schema import FIRST, SCHEMAS, ConfigKey
+from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
-WIDTH = 110
+WIDTH = 80
+NO_WORDS = Invocation()
+LEFT = 28
+"""The widest left column of a table; a longer name gets a line of its own."""
 
 
+@final
 @dataclass(frozen=True)
 class Command:
     """A word after `gpipe`."""
@@ -25,295 +30,138 @@ class Command:
     summary: str
     usage: str
     examples: tuple[str, ...]
-    configured: bool = True
-    """Whether Hydra composes a configuration for it; the others take plain words."""
-    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Keys of its own with their meanings, where the usage does not explain them."""
 
 
-COMMANDS = {
-    "train": Command(
-        "train a model",
-        "gpipe train [key=value ...] [flags]",
-        (
-            "gpipe train                                  # ResNet-18 on handwritten digits, two partitions",
-            "gpipe train config=my.yaml epochs=5          # the keys of a file, and one of them changed",
-            "gpipe train resume=<directory> epochs=6      # resume a stopped run, or train longer",
-            "gpipe train -m chunks=2,4,8 jobs=2           # a sweep, two jobs at a time; the same line resumes it",
-        ),
-    ),
-    "eval": Command(
-        "evaluate a trained run",
-        "gpipe eval run=<directory>|snapshot=<directory>|weights=<file> [key=value ...] [flags]",
-        (
-            "gpipe eval run=runs/train/resnet18/20260101-120000",
-            "gpipe eval run=<directory> at=last split=train   # the last snapshot, on the training samples",
-            "gpipe eval run=<directory> partitions=4      # divide it differently than in training",
-            "gpipe eval run=<directory> --json            # one JSON document on stdout",
-        ),
-    ),
-    "predict": Command(
-        "predict classes, masks or numbers for images or tables with a trained model",
-        "gpipe predict run=<directory>|snapshot=<directory>|weights=<file> input=<folder or files> [key=value ...]",
-        (
-            "gpipe predict run=<directory> input=photos              # a table, or CSV into a pipe",
-            "gpipe predict run=<directory> input=photos out=predictions.csv",
-            "gpipe predict weights=model.safetensors input=cat.jpg --json   # an exported file needs nothing else",
-            "gpipe predict run=<directory> input=photos out=masks    # a segmentation: a PNG file per image",
-        ),
-    ),
-    "generate": Command(
-        "continue a text with a trained language model",
-        "gpipe generate run=<directory>|snapshot=<directory>|weights=<file> [prompt=...] [key=value ...] [flags]",
-        (
-            'gpipe generate run=<directory> prompt="Shall I compare thee"',
-            "gpipe generate run=<directory> prompt=- tokens=200 < text.txt   # read the prompt from stdin",
-            "gpipe generate run=<directory> temperature=0   # always the likeliest token",
-            'gpipe generate run=<directory> prompt="Once" partitions=4 --json   # divided differently, as JSON',
-        ),
-    ),
-    "balance": Command(
-        "divide a model's layers among partitions",
-        "gpipe balance [--by time|size|params|uniform] [key=value ...] [flags]",
-        (
-            "gpipe balance --by time                      # measure every layer of the default model",
-            "gpipe balance --by time model=resnet101 partitions=4 chunks=8",
-            "gpipe balance --by params --json             # one JSON document on stdout",
-            "gpipe balance --by time --json | jq -r .paste   # the command that trains with the balance",
-        ),
-    ),
-    "profile": Command(
-        "measure the time and memory of every layer",
-        "gpipe profile [key=value ...] [flags]",
-        (
-            "gpipe profile                                # time and memory of each layer",
-            "gpipe profile model=resnet101 sort=time top=10",
-            "gpipe profile timeline=true partitions=4     # record pipelined steps: trace.json, lost time",
-            "gpipe profile measure=false                  # run nothing: memory and FLOPs of a model of any size",
-        ),
-    ),
-    "plan": Command(
-        "search for the best balance, chunks, schedule and checkpoint mode",
-        "gpipe plan [key=value ...] [flags]",
-        (
-            "gpipe plan                                   # the best plans for this machine, ready to paste",
-            "gpipe plan verify=true                       # run the best plans, print the prediction's error",
-            "gpipe plan model=gpt devices=4 device_memory=11GiB   # for four devices with a memory limit",
-            "gpipe plan model=resnet101 device=a100 devices=8     # estimate for a machine you do not have",
-        ),
-    ),
-    "launch-script": Command(
-        "print a script that trains on several machines, by Slurm or torchrun",
-        "gpipe launch-script slurm|torchrun [key=value ...] [--json]",
-        (
-            "gpipe launch-script slurm nodes=2 gpus_per_node=4 time_limit=4h requeue=20 run_dir=/shared/run1 > job.sh",
-            "gpipe launch-script slurm nodes=2 gpus_per_node=4 time_limit=4h config=my.yaml | sbatch",
-            "gpipe launch-script torchrun hosts=[node0,node1] gpus_per_node=4 run_dir=/shared/run1 > start.sh",
-            "gpipe launch-script torchrun hosts=[node0] ranks_per_node=4 run_dir=/shared/run1 --json",
-        ),
-        configured=False,
-        keys={
-            "nodes": "slurm: how many nodes.",
-            "hosts": "torchrun: names or addresses of all hosts, such as [node0,node1]; the first one holds the "
-            "rendezvous.",
-            "gpus_per_node": "GPUs of each node, each for one rank.",
-            "ranks_per_node": "Instead of gpus_per_node: ranks of each node, on its CPU.",
-            "cpus_per_node": "slurm: CPUs of each node; without it the job gets whole nodes.",
-            "requeue": "slurm: how often the job may go back into the queue until the run has finished; 0 by default.",
-            "port": "Port of the rendezvous; by default 29500, or for slurm one that depends on the job.",
-            "time_limit": "slurm: limit of the job; gpipe saves and stops before it. torchrun: as in gpipe train.",
-        },
-    ),
-    "check": Command(
-        "test this machine: devices, links, equal bits, overlap, ranks and speed-up",
-        "gpipe check [devices=...] [run_dir=<directory>] [--json]",
-        (
-            "gpipe check                                  # all accelerators, or the CPU if there is none",
-            "gpipe check devices=2                        # the first two",
-            "gpipe check devices=[cuda:0,cuda:3] run_dir=checked",
-            "gpipe check --json                           # one JSON document on stdout",
-        ),
-        configured=False,
-    ),
-    "report": Command(
-        "rebuild the report of a run, or compare several runs",
-        "gpipe report <directory> [<directory> ...] [out=<file>] [--json]",
-        (
-            "gpipe report runs/train/resnet18/20260101-120000   # rebuild its report.html",
-            "gpipe report <directory> <directory>               # compare runs in comparison.html",
-            "gpipe report <directory> out=page.html",
-            "gpipe report <directory> --json                    # one JSON document on stdout",
-        ),
-        configured=False,
-    ),
-    "runs": Command(
-        "list training runs with their state, step, metrics, age and size",
-        "gpipe runs [<directory>] [--watch] [--json]",
-        (
-            "gpipe runs                                   # the runs below runs/, the latest last",
-            "gpipe runs --watch                           # refresh the table until Ctrl-C",
-            "gpipe runs experiments/sweep",
-            "gpipe runs --json                            # one JSON document on stdout",
-        ),
-        configured=False,
-    ),
-    "export": Command(
-        "export the weights of a run to a file or directory that loads without gpipe",
-        "gpipe export run=<directory>|snapshot=<directory> [at=best|last] [out=<path>] [format=<format>] [--json]",
-        (
-            "gpipe export run=runs/train/resnet18/20260101-120000   # format=safetensors",
-            "gpipe export snapshot=<directory>/snapshots/step-00000100 out=early.safetensors",
-            "gpipe export run=<directory> format=hf out=llama  # a directory for from_pretrained; needs model=hf",
-            "gpipe export run=<directory> format=peft out=adapter  # for PeftModel.from_pretrained; needs model.lora",
-        ),
-        configured=False,
-    ),
+PLAIN = {
     "ls": Command(
         "list models, datasets, recipes and other options",
         "gpipe ls [models|data|recipes|balance|schedules|engines|...] [--json]",
         ("gpipe ls", "gpipe ls models", "gpipe ls recipes", "gpipe ls models --json"),
-        configured=False,
-    ),
-    "cp": Command(
-        "copy a recipe, an option or the settings of a run to a file that you can change",
-        "gpipe cp <group>/<option>|run/<directory> <file> [--json]",
-        (
-            "gpipe cp run/runs/train/resnet18/20260101-120000 my.yaml   # then: gpipe train config=my.yaml",
-            "gpipe cp recipe/digits conf/recipes/mine.yaml",
-            "gpipe train --config-dir conf recipe=mine    # train with your copy",
-            "gpipe cp optimizer/sgd conf/optimizer/mine.yaml",
-        ),
-        configured=False,
     ),
     "env": Command(
         "describe this machine, ready to paste into an issue",
         "gpipe env [--json]",
         ("gpipe env", "gpipe env --json", "gpipe env > env.txt", "gpipe env --help"),
-        configured=False,
     ),
 }
-FLAGS = {
-    **{
-        f"{', '.join(flag.names)} {flag.metavar}".rstrip(): flag.help
-        for flag in arguments.FLAGS
-        if flag.help and not flag.only
-    },
-    "-sc install=bash": 'set up tab completion, without a command: eval "$(gpipe -sc install=bash)"',
-}
+"""The commands without a file in conf/; the header of that file describes each of the others."""
+COMMANDS = tuple(
+    dict.fromkeys((*SCHEMAS, "launch-script", "check", "report", "runs", "export", "cp", *PLAIN))
+)
+
+
+def about(name: str) -> Command:
+    """What the header of conf/<command>.yaml says of the command."""
+    if name in PLAIN:
+        return PLAIN[name]
+    header = Option(name, conf_dir() / f"{name}.yaml")
+    (usage,), examples = header.notes("usage"), header.notes("example")
+    return Command(header.description, usage, tuple(examples))
 
 
 def overview() -> str:
     """gpipe --help"""
-    commands = _table({name: command.summary for name, command in COMMANDS.items()})
+    first, *_, sweep = about("train").examples
     examples = [
-        COMMANDS["train"].examples[0],
-        "gpipe train model=resnet101 chunks=8         # another model, more micro-batches",
-        "gpipe ls models                              # list all models",
-        COMMANDS["train"].examples[3],
+        first,
+        "gpipe train model=resnet101 chunks=8     # more micro-batches",
+        "gpipe ls models                          # list all models",
+        sweep,
     ]
-    parts = [
-        "gpipe: train PyTorch models as a pipeline, from declarative configs.",
-        "Usage: gpipe <command> [key=value ...] [flags]",
-        _section("Commands", commands),
-        _section("Examples", examples),
-        *_configuration("train"),
-        "`gpipe <command> --help` describes a command. Tab completion, in ~/.bashrc: "
-        'eval "$(gpipe -sc install=bash)"',
-    ]
-    return "\n\n".join(parts)
+    read_on = {
+        "gpipe <command> --help": "every key, option and flag of a command",
+        "gpipe train model=hf --help": "the keys of what you choose",
+        "gpipe train --help <word>": "only what matches the word",
+        "gpipe ls": "models, data, recipes and other options",
+        'eval "$(gpipe -sc install=bash)"': "complete commands with the Tab key",
+    }
+    return "\n\n".join(
+        [
+            "gpipe: train PyTorch models as a pipeline, from declarative configs.",
+            "Usage: gpipe <command> [key=value ...] [flags]",
+            _section("Commands", _table({name: about(name).summary for name in COMMANDS})),
+            _section("Examples", examples),
+            _section("Read on", _table(read_on, 34)),
+        ]
+    )
 
 
-def command_help(name: str) -> str:
-    """gpipe <command> --help"""
-    command = COMMANDS[name]
-    parts = [
-        f"gpipe {name}: {command.summary}.",
-        f"Usage: {command.usage}",
-        _section("Examples", command.examples),
-    ]
-    if command.configured:
-        parts += _configuration(name)
-        return "\n\n".join(parts)
-    if command.keys:
-        parts.append(_section("Keys (key=value), besides those of gpipe train", _table(dict(command.keys))))
-    own = {", ".join(flag.names): flag.help for flag in arguments.FLAGS if name in (flag.only, flag.also)}
-    parts.append(_section("Flags", _table({**{flag: FLAGS[flag] for flag in ("--json", "--debug")}, **own})))
-    return "\n\n".join(parts)
+def command_help(name: str, invocation: Invocation = NO_WORDS) -> str:
+    """gpipe <command> --help: of what the words choose, and only what matches the words after --help."""
+    command, search = about(name), invocation.search.casefold()
+    sections = _keys(name, invocation, each_option=bool(search)) if name in SCHEMAS else {}
+    sections["Flags"] = {flag.usage: flag.help for flag in flags_of(name)}
+    found = {
+        title: {left: text for left, text in rows.items() if search in f"{left} {text}".casefold()}
+        for title, rows in sections.items()
+    }
+    shown = [_section(title, _table(rows)) for title, rows in found.items() if rows]
+    if search and not shown:
+        names = [re.split(r"[=, ]", left)[-1] for rows in sections.values() for left in rows]
+        hint = _other_option(name, search) or did_you_mean(search, names) or f"see `gpipe {name} --help`"
+        raise ConfigError(f"nothing in the help of gpipe {name} matches '{search}'; {hint}")
+    usage = textwrap.wrap(f"Usage: {command.usage}", WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False)
+    start = [f"gpipe {name}: {command.summary}.", "\n".join(usage), _section("Examples", command.examples)]
+    return "\n\n".join(shown if search else [*start, *shown])
 
 
-def _configuration(command: str) -> list[str]:
-    return [
-        _section("Groups (group=option; * marks the default)", _groups(command)),
-        _section("Keys (key=value)", _keys(command)),
-        _section("Keys of the default options", _component_keys(command)),
-        _section("Flags", _table(FLAGS)),
-    ]
+def _keys(command: str, invocation: Invocation, *, each_option: bool) -> dict[str, dict[str, str]]:
+    """The groups, then the keys under their headings; each_option: with a row for each option."""
+    groups: dict[str, str] = {}
+    first: dict[str, str] = {}
+    sections = {"Groups (group=option; * is chosen)": groups, f"{FIRST} (key=default)": first}
+    for row in key_table(command, invocation.words):
+        if row.type != "group":
+            left = f"{row.key}={'[]' if row.type == 'list' else row.default.replace('???', '...')}"
+            rows = first if row.heading == FIRST else sections.setdefault(row.heading, {})
+            rows[left] = _meaning(row)
+            continue
+        options = list_options("recipes" if row.key == "recipe" else row.key)
+        names = [option.name for option in options]
+        if row.default and row.default not in names and ":" not in row.default and not invocation.config_dir:
+            raise ConfigError(f"{row.key}={row.default}: {or_list(row.default, names)}")
+        groups[row.key] = row.meaning if each_option else f"{row.meaning} {_names(options, row.default)}"
+        if each_option:
+            groups |= {f"{row.key}={option.name}": option.description for option in options}
+    return sections
 
 
-def _groups(command: str) -> list[str]:
-    """Each group with its meaning and its options; an asterisk marks the default."""
-    chosen = default_options(command)
-    rows: dict[str, str] = {}
-    for field in config_keys(command):
-        group = field.key.partition(".")[0]
-        if group in GROUPS:
-            names = [
-                f"{option.name}*" if chosen[group].name == option.name else option.name
-                for option in list_options(group)
-            ]
-            rows.setdefault(group, f"{field.meaning} Options: {', '.join(names)}.")
-    if takes_recipes(command):
-        recipes = {
-            devices: [
-                option.name for option in list_options("recipes") if ("devices" in option.facts) is devices
-            ]
-            for devices in (False, True)
-        }
-        rows["recipe"] = (
-            f"A complete run. Tested on two CPU cores: {', '.join(recipes[False])}. Benchmarks of torchgpipe for eight "
-            f"GPUs, not run by us: {', '.join(recipes[True])}."
-        )
-        small = [option.name for option in list_options(f"recipes/{SMALL}")]
-        rows[SCALE_KEY] = f"full, or small to try a recipe on two CPU cores: {', '.join(small)}."
-    return _table(rows)
+def _names(options: Iterable[Option], chosen: str) -> str:
+    """The names of the options; nobody of us has run the recipes that need more devices than a test has."""
+    names: dict[bool, list[str]] = {False: [], True: []}
+    for option in options:
+        names["devices" in option.facts].append(f"{option.name}{'*' if option.name == chosen else ''}")
+    more = f" For eight GPUs, torchgpipe's benchmarks, not run by us: {', '.join(names[True])}."
+    return f"Options: {', '.join(names[False])}.{more if names[True] else ''}"
 
 
-def _keys(command: str) -> list[str]:
-    """All keys except the first of each group, which `_groups` shows."""
-    rows = {}
-    groups = set(GROUPS)
-    for field in config_keys(command):
-        group = field.key.partition(".")[0]
-        if group in groups:
-            groups.remove(group)
-        else:
-            kind = " ".join(
-                part for part in (field.type, f"= {field.default}" if field.default else "") if part
-            )
-            rows[f"{field.key}  {kind}".strip()] = field.meaning
-    rows["config  str"] = CONFIG_MEANING
-    return _table(rows)
+def _meaning(row: ConfigKey) -> str:
+    """What the key means, and what kind of number it takes where its default does not show that."""
+    shows_type = row.default == "null" and row.type in ("int", "float")
+    return f"{'required: ' if row.default == '???' else f'({row.type}) ' if shows_type else ''}{row.meaning}"
 
 
-def _component_keys(command: str) -> list[str]:
-    """The keys of the default option of each group."""
-    rows = {}
-    for group, option in default_options(command).items():
-        for key, (default, meaning) in option.keys.items():
-            rows[f"{group}.{key}  = {default}"] = meaning
-    return _table(rows)
+def _other_option(command: str, search: str) -> str:
+    """Where to look for something that belongs to an option which is not chosen."""
+    for group in (row.key for row in (key_table(command) if command in SCHEMAS else ())):
+        for option in list_options(group):
+            if any(search in f"{group}.{key} {text[1]}".casefold() for key, text in option.keys.items()):
+                return f"try `gpipe {command} {group}={option.name} --help {search}`"
+    return ""
 
 
-def _section(title: str, lines: list[str] | tuple[str, ...]) -> str:
-    return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
+def _section(title: str, lines: Iterable[str]) -> str:
+    return f"{title}:\n" + textwrap.indent("\n".join(lines), "  ")
 
 
-def _table(rows: dict[str, str]) -> list[str]:
+def _table(rows: Mapping[str, str], widest: int = LEFT) -> list[str]:
     """Two columns; the second wraps below itself."""
-    left = max((len(name) for name in rows), default=0) + 2
-    lines = []
+    left = min(max(map(len, rows)) + 2, widest)
+    lines: list[str] = []
     for name, text in rows.items():
-        first, *more = textwrap.wrap(text, WIDTH - left - 2, break_on_hyphens=False) or [""]
-        lines.append(f"{name:<{left}}{first}".rstrip())
-        lines += [" " * left + line for line in more]
+        wrapped = textwrap.wrap(text, WIDTH - 2 - left, break_on_hyphens=False) or [""]
+        first = (
+            textwrap.wrap(name, WIDTH - 2) if len(name) > left - 2 else [f"{name:<{left}}{wrapped.pop(0)}"]
+        )
+        lines += [line.rstrip() for line in (*first, *(" " * left + line for line in wrapped))]
     return lines
