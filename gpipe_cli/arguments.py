@@ -28,11 +28,11 @@ BUILD = tuple(name for name, schema in SCHEMAS.items() if "model" in schema.__da
 @final
 @dataclass(frozen=True)
 class Flag:
+    """Its usage is its names, and a word for its value unless it is a switch. No commands: all take it."""
+
     usage: str
-    """Its names, and a word for its value unless it is a switch."""
     help: str
     commands: tuple[str, ...] = ()
-    """The commands that take it; empty: all."""
 
     @property
     def names(self) -> list[str]:
@@ -66,13 +66,15 @@ FLAGS = (
 @final
 @dataclass(frozen=True)
 class Invocation:
-    """One parsed command line: its words are overrides, or arguments of a command without a configuration."""
+    """One parsed command line.
+
+    words: the overrides, or the arguments of a command without a configuration. typed: everything after the command.
+    search: the words after --help, which say what to show of it.
+    """
 
     words: tuple[str, ...] = ()
     typed: tuple[str, ...] = field(default=(), compare=False)
-    """Everything after the command, as it was typed."""
     search: str = ""
-    """The words after --help, which say what to show of it."""
     help: bool = False
     version: bool = False
     json: bool = False
