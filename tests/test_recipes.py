@@ -16,7 +16,6 @@ from benchmarks.published_lines import Line, published_lines
 from gpipe_cli import huggingface
 from gpipe_cli.config.compose import Request, compose
 from gpipe_cli.config.keys import Option, list_options
-from gpipe_cli.config.words import recipe_to_group
 
 FULL = list_options("recipes")
 SMALL = list_options("recipes/small")
@@ -93,7 +92,7 @@ def test_a_recipe_for_a_larger_machine_tells_its_result_its_devices_and_its_smal
 
 @each_that_runs_here
 def test_a_recipe_passes_every_check(recipe: Option) -> None:
-    compose(Request("train", tuple(recipe_to_group(words(recipe)))))
+    compose(Request("train", tuple(words(recipe))))
 
 
 @pytest.mark.slow

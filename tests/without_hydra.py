@@ -23,7 +23,7 @@ def train_without_hydra(arguments: list[str]) -> int:
         tree.engine = {"_target_": f"gpipe_cli.engines.{word.removeprefix('engine=')}.build"}
     tree.merge_with(OmegaConf.from_dotlist(["run_dir=null", "resume=null", *given]))
     overrides = arguments[1:]
-    job = Job("train", tuple(overrides), "gpipe train", tree, "model", None, json=False, dry_run=False)
+    job = Job("train", tuple(overrides), "gpipe train", tree, "model", False, json=False, dry_run=False)
     try:
         settings = settings_of(tree, "train", overrides)
         assert isinstance(settings, TrainConfig)

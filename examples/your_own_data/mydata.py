@@ -1,6 +1,6 @@
 """An example of your own data for gpipe; docs/how-to/your-own-data.md trains on it.
 
-gpipe train model=mlp data._target_=mydata.build allow=[mydata]
+gpipe train model=mlp data=mydata:build
 """
 
 from __future__ import annotations

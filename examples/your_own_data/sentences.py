@@ -1,6 +1,6 @@
 """An example of samples of different lengths, and of a model that takes several tensors; see your-own-data.md.
 
-gpipe train data._target_=sentences.build model._target_=sentences.tagger loss=token_cross_entropy allow=[sentences]
+gpipe train data=sentences:build model=sentences:tagger loss=token_cross_entropy
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Examples of your own models for gpipe, one function each; docs/how-to/your-own-model.md trains them all.
 
-gpipe train model._target_=mynet.residual allow=[mynet]
+gpipe train model=mynet:residual
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Examples of your own loss, metric, optimizer, learning-rate schedule and logger; docs/how-to/your-own-parts.md and
 docs/how-to/loggers.md train with them.
 
-gpipe train model=mlp loss._target_=myparts.FocalLoss allow=[myparts]
+gpipe train model=mlp loss=myparts:FocalLoss
 """
 
 from __future__ import annotations

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.commands.ls import topic_of
-from gpipe_cli.config.keys import Option, list_options
+from gpipe_cli.config.keys import Option, chosen_options, list_options
+from gpipe_cli.config.schema import SCHEMAS
 from gpipe_cli.errors import ConfigError, ResourceError, RunError, or_list
 from gpipe_cli.report.formatting import one_line
 
@@ -59,7 +63,7 @@ def _run_directory(what: str) -> Path | None:
 def _copy_run(run: Path, where: Path) -> dict[str, str]:
     """Write what a run was started with as a file for `config=`: its options, and the keys that are not the default."""
     # These import OmegaConf, which takes time.
-    from gpipe_cli.config.config_file import is_saved, readable, recorded_words, saved_command
+    from gpipe_cli.config.config_file import is_saved, recorded_words, saved_command
     from gpipe_cli.config.files import dump_mapping, load_mapping
 
     source = run / "config.yaml"
@@ -80,6 +84,34 @@ def _copy_run(run: Path, where: Path) -> dict[str, str]:
         f"# The settings of {one_line(str(run))}; use them with: {one_line(line)}\n{text}".encode(), target
     )
     return {"from": f"{RUN}{run}", "to": str(target), "use": line}
+
+
+def readable(saved: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """A saved configuration for people to change: without defaults, and with the options that the words chose."""
+    from gpipe_cli.config.config_file import LAUNCH_KEYS, OPTION, saved_command
+    from gpipe_cli.config.files import load_mapping
+
+    command = saved_command(saved)
+    options = chosen_options(command, words)
+    defaults = asdict(SCHEMAS[command]())
+    shown: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key in LAUNCH_KEYS or value == defaults.get(key):
+            continue
+        default, option = defaults.get(key), options.get(key)
+        shown[key] = value
+        if isinstance(value, dict) and isinstance(default, dict):
+            own = default if option is None else default | load_mapping(option.path)
+            own.pop("defaults", None)
+            changes = {
+                name: member for name, member in value.items() if name not in own or own[name] != member
+            }
+            # An option with keys that the run does not have has grown since.
+            if own.keys() <= value.keys() and "_target_" not in changes:
+                shown[key] = {OPTION: option.name, **changes} if option is not None else changes
+            if option is not None and shown[key] == {OPTION: option.name}:
+                shown[key] = option.name
+    return shown
 
 
 def _target(where: Path, name: str) -> Path:

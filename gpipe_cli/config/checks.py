@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.keys import list_options
-from gpipe_cli.config.parameter_groups import group_problems
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     SCHEMAS,
@@ -118,8 +117,6 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
         and "lr" not in settings.optimizer
     ):
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
-    if isinstance(settings, CostConfig):
-        yield from group_problems(settings.optimizer)
     if isinstance(settings, ProfileConfig) and settings.timeline and not settings.measure:
         yield "timeline=true: runs the model, but measure=false runs nothing; leave one of them out"
     if isinstance(settings, TrainConfig):

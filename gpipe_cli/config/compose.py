@@ -25,7 +25,7 @@ from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
 from gpipe_cli.config.config_file import WORD, ConfigFile, primary_name, read_config_file
-from gpipe_cli.config.files import ALLOW_CURE, check_references
+from gpipe_cli.config.files import check_references
 from gpipe_cli.config.keys import check_words
 from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, SCHEMAS, ModelConfig, TrainConfig, TrainedConfig
@@ -133,10 +133,13 @@ def expand(words: Sequence[str], command: str) -> list[tuple[str, ...]]:
 
 
 def _compose(request: Request) -> _Composed:
-    with prepared(request) as (primary, given, file, composing):
-        with config_errors(request.command), initialize(None, request.command, **VERSION):
-            _refuse_sweeps(given)
-            tree = hydra.compose(primary, given, return_hydra_config=True)
+    with (
+        prepared(request) as (primary, given, file, composing),
+        config_errors(request.command),
+        initialize(None, request.command, **VERSION),
+    ):
+        _refuse_sweeps(given)
+        tree = hydra.compose(primary, given, return_hydra_config=True)
     choices = tree.hydra.runtime.choices
     plain = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     OmegaConf.set_struct(plain, None)
@@ -168,6 +171,7 @@ def prepared(
             node = OmegaConf.create(dict(file.primary))
             fit_components(node, file.path)
             store(primary, node)
+            given = [*(file.recipe if not sets_key(given, "recipes") else ()), *given]
         yield primary, given, file, composing
 
 
@@ -253,7 +257,11 @@ def _allowed(settings: ModelConfig, words: Sequence[str]) -> list[str]:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", package):
             raise ConfigError(f"allow={settings.allow}: {package!r} is not a package name")
     if untrusted := [package for package in settings.allow if package not in trusted]:
-        raise ConfigError(f"allow=[{','.join(untrusted)}]: {ALLOW_CURE}")
+        names = ",".join(untrusted)
+        raise ConfigError(
+            f"add allow=[{names}] to the command line, or set {ALLOW_VARIABLE}={names}, if you trust this code; allow "
+            "may only be given on the command line, not in a file"
+        )
     return list(dict.fromkeys((*settings.allow, *environment)))
 
 

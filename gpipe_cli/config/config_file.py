@@ -6,23 +6,30 @@ Relative paths in it mean what they mean on the command line: they start in the 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, final
 
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.files import ALLOW_CURE, load_mapping, load_yaml
-from gpipe_cli.config.keys import chosen_options, hint_for_unknown, list_options
+from gpipe_cli.config.keys import chosen_options, hint_for_unknown, is_option_name, option_cure
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS
 from gpipe_cli.config.words import override_key
-from gpipe_cli.errors import ConfigError, did_you_mean, or_list
+from gpipe_cli.errors import ConfigError, did_you_mean
 from gpipe_cli.values import flatten
 
 WORD = "config="
+FORBIDDEN = {
+    "allow": ALLOW_CURE,
+    "hydra": "no file may configure Hydra; give it on the command line",
+    "defaults": "a file of keys has no list of defaults; choose an option by its group, as in model: resnet18",
+}
+RECIPES = "recipes"
 OPTION = "option"
 """In the mapping of a group, the key that names the option."""
 LAUNCH_KEYS = ("allow", "resume", "reset_optimizer", "run_dir")
@@ -38,10 +45,14 @@ class ConfigFile:
     path: str
     primary: Mapping[str, Any]
     """The configuration that Hydra composes in place of the command's."""
+    keys: tuple[str, ...]
+    """Every key that it sets, and every group of which it chooses an option."""
     words: tuple[str, ...]
-    """What the file gives, as the words of a command line would."""
+    """What the file gives, as the words of a command line would; for that of a run, what the run was given."""
     options: Mapping[str, str]
     """The options that the run chose; its config.yaml has only what they contain."""
+    recipe: Sequence[str] = ()
+    """The word that chooses its recipe: Hydra 1.4 takes no option with a slash in a list of defaults."""
     notes: tuple[str, ...] = ()
     """What the command does not take from the file, in lines for the user."""
 
@@ -52,7 +63,7 @@ class ConfigFile:
             yield
         except ConfigError as error:
             message = str(error).replace(f" in {primary_name(self.path)}.yaml", "")
-            if not any(_is_about(message, override_key(word)) for word in self.words):
+            if not any(_is_about(message, key) for key in self.keys):
                 raise
             raise ConfigError(f"{self.path}: {message}") from error
 
@@ -86,17 +97,24 @@ def read_config_file(command: str, words: Sequence[str], primary: str) -> Config
         nested = _nested(plain)
         if any(override_key(word) == "epochs" for word in words):
             nested.pop("steps", None)  # it would override them
-        defaults, keys = _lifted(nested, command)
+        options_of_file, keys = _lifted(nested, command)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from error
-    own = (f"{key}={value}" for key, value in flatten(keys))
-    chosen = (f"{group}={option}" for group, option in defaults.items())
-    entries = [primary, *({f"override /{group}": option} for group, option in defaults.items()), "_self_"]
+    words_of_file = (
+        *(f"{group}={option}" for group, option in options_of_file.items()),
+        *(f"{key}={value}" for key, value in flatten(keys)),
+    )
+    if given is None:
+        given = words_of_file
+    choices = [{f"override /{group}": name} for group, name in options_of_file.items() if group != RECIPES]
+    entries = [primary, *choices, "_self_"]
     return ConfigFile(
         name,
         {"defaults": entries, **keys},
-        (*chosen, *own) if given is None else tuple(word for word in given if override_key(word) in plain),
+        (*map(override_key, words_of_file), *(key for key in keys if key not in GROUPS)),
+        tuple(word for word in given if override_key(word).partition(".")[0] in {*plain, RECIPES}),
         options,
+        [f"{RECIPES}={options_of_file[RECIPES]}"] if RECIPES in options_of_file else [],
         tuple(notes),
     )
 
@@ -139,52 +157,23 @@ def _of_run(saved: Mapping[str, Any], command: str, given: Sequence[str]) -> tup
     return {key: value for key, value in taken.items() if key not in LAUNCH_KEYS}, left_out
 
 
-def readable(saved: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """A saved configuration for people to change: without defaults, and with the options that the words chose."""
-    options = chosen_options(saved_command(saved), words)
-    schema = SCHEMAS[saved_command(saved)]
-    defaults = {field.name: field.default for field in fields(schema) if field.default is not MISSING}
-    shown: dict[str, Any] = {}
-    for key, value in saved.items():
-        if key in LAUNCH_KEYS or (key in defaults and value == defaults[key]):
-            continue
-        option = options.get(key)
-        shown[key] = value
-        if option is not None and isinstance(value, dict):
-            own = {name: member for name, member in load_mapping(option.path).items() if name != "defaults"}
-            if own.keys() <= value.keys() and own.get("_target_") == value.get("_target_"):
-                changes = {
-                    name: member for name, member in value.items() if name not in own or own[name] != member
-                }
-                shown[key] = {OPTION: option.name, **changes} if changes else option.name
-    return shown
-
-
 def _nested(plain: Mapping[Any, Any]) -> dict[str, Any]:
-    """Put `optimizer.lr: 0.1` where `optimizer: {lr: 0.1}` would be."""
-    nested: dict[str, Any] = {}
+    """Put `optimizer.lr: 0.1` where `optimizer: {lr: 0.1}` would be, and `model: gpt` for `{model: {option: gpt}}`."""
+    nested: Any = OmegaConf.create({})
+    given: set[str] = set()
     for key, value in plain.items():
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ConfigError(f"{key!r} is not the name of a key")
-        name, *inner = key.removeprefix("+").split(".")
-        for part in reversed(inner):
-            value = {part: value}
-        before = nested.get(name)
-        if name in nested and name in (*GROUPS, "recipe"):
-            # `model: resnet18` beside `model.num_classes: 5`
-            before = before if isinstance(before, dict) else {OPTION: before}
-            value = value if isinstance(value, dict) else {OPTION: value}
-        nested[name] = value if name not in nested else _joined(before, value, name)
-    return nested
-
-
-def _joined(before: Any, value: Any, path: str) -> Any:
-    if not (isinstance(before, dict) and isinstance(value, dict)):
-        raise ConfigError(f"{path}: given twice")
-    joined = dict(before)
-    for key, member in value.items():
-        joined[key] = _joined(joined[key], member, f"{path}.{key}") if key in joined else member
-    return joined
+        path = key.removeprefix("+")
+        if path in (*GROUPS, "recipe") and not isinstance(value, dict):
+            path = f"{path}.{OPTION}"
+        paths = {name for name, _ in flatten({path: value})}
+        if twice := given & paths:
+            raise ConfigError(f"{min(twice)}: given twice")
+        given |= paths
+        OmegaConf.update(nested, path, value, merge=True, force_add=True)
+    container: Any = OmegaConf.to_container(nested)
+    return dict(container)
 
 
 def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], dict[str, Any]]:
@@ -193,60 +182,32 @@ def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], di
     keys: dict[str, Any] = {}
     for name, value in nested.items():
         _check_name(name, command)
-        if name == "recipe":
-            options["recipes"] = _recipe(value)
-        elif name in GROUPS:
-            mapping = (
-                {str(key).removeprefix("+"): member for key, member in value.items()}
-                if isinstance(value, dict)
-                else {OPTION: value}
-            )
-            # Some options have a key `name`; it names the option only where nothing else does. That of a schedule is
-            # its own.
-            key = OPTION if {OPTION, "_target_"} & mapping.keys() or name == "schedule" else "name"
-            if key in mapping:
-                options[name] = _option(f"{name}.{key}" if key == "name" else name, mapping.pop(key))
-            for inner in mapping:
-                if not _KEY.fullmatch(inner):
-                    raise ConfigError(f"{name}: {inner!r} is not the name of a key")
-            if mapping:
-                keys[name] = mapping
-        else:
+        if name not in (*GROUPS, "recipe"):
             keys[name] = value
+            continue
+        mapping = {str(key).removeprefix("+"): member for key, member in value.items()}
+        # Some options have a key `name`, as schedules do; it names the option only where nothing else does.
+        key = OPTION if {OPTION, "_target_"} & mapping.keys() or name == "schedule" else "name"
+        scale = mapping.pop("scale", None) if name == "recipe" else None
+        if key in mapping:
+            option = mapping.pop(key)
+            if not isinstance(option, str) or not is_option_name(option):
+                raise ConfigError(f"{name}: {json.dumps(option)}: {option_cure(name, option)}")
+            folder = f"{scale}/" if scale not in (None, "full") else ""
+            options[RECIPES if name == "recipe" else name] = f"{folder}{option}"
+        for inner in mapping:
+            if not _KEY.fullmatch(inner) or name == "recipe":
+                raise ConfigError(f"{name}: {inner!r} is not the name of a key")
+        if mapping:
+            keys[name] = mapping
     return options, keys
 
 
 def _check_name(name: str, command: str) -> None:
-    if name == "allow":
-        raise ConfigError(f"allow: {ALLOW_CURE}")
-    if name == "hydra":
-        raise ConfigError("hydra: no file may configure Hydra; give it on the command line")
-    if name == "defaults":
-        raise ConfigError(
-            "defaults: a file of keys has no list of defaults; choose an option by its group, as in model: resnet18"
-        )
+    if name in FORBIDDEN:
+        raise ConfigError(f"{name}: {FORBIDDEN[name]}")
     if name not in {field.name for field in fields(SCHEMAS[command])} | {"recipe"}:
         raise ConfigError(f"unknown key '{name}'; {hint_for_unknown(name, command)}")
-
-
-def _recipe(value: Any) -> str:
-    mapping = value if isinstance(value, dict) else {OPTION: value}
-    for key in mapping:
-        if key not in (OPTION, "name", "scale"):
-            raise ConfigError(f"unknown key 'recipe.{key}'; {or_list(str(key), (OPTION, 'scale'))}")
-    name = _option("recipe", mapping.get(OPTION, mapping.get("name")))
-    return f"{mapping['scale']}/{name}" if mapping.get("scale") not in (None, "full") else name
-
-
-def _option(key: str, value: Any) -> str:
-    if isinstance(value, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)*", value):
-        return value
-    group = "recipes" if key == "recipe" else key.partition(".")[0]
-    cure = or_list("", [option.name for option in list_options(group)])
-    if key == "balance" and isinstance(value, list):
-        cure = f"balance: {{option: manual, layers: {value}}}"
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-    raise ConfigError(f"{key}: {shown}: choose an option by its name; {cure}")
 
 
 def _existing(name: str) -> Path:
@@ -267,4 +228,4 @@ def _existing(name: str) -> Path:
 def _is_about(message: str, key: str) -> bool:
     """Whether an error message begins with the key; that of an option is not about the keys below it."""
     end = r"(?![\w.])" if key in GROUPS else r"(?!\w)"
-    return re.match(rf"(unknown key ')?\+*{re.escape(key)}{end}", message) is not None
+    return re.match(rf"(unknown key '|add allow=[^;]*; )?\+*{re.escape(key)}{end}", message) is not None

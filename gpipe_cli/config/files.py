@@ -24,9 +24,7 @@ MOST_BYTES = 64 * 1024
 MOST_REFERENCES = 24
 """A reference may name a text with references: if each names three, this many make a text 6,561 times as long."""
 DEEPEST = 32
-LONGEST_NUMBER = 64
 ALLOW_CURE = "may only be given on the command line, not in a file; add it there if you trust the code"
-_NUMBER = re.compile(r"[-+]?\.?\d[\w.:+-]*")
 _PACKAGE = re.compile(r"_global_(\.(?!hydra\b|allow\b)\w+)?")
 _DEFAULT = re.compile(r"(?:(?:override|optional) +)*/?(?P<group>[\w/]+)(?:@(?P<package>[\w.]+))?")
 _OPTION = re.compile(r"[\w.-]+(/[\w.-]+)*")
@@ -91,16 +89,6 @@ def _check_limits(text: str, name: str) -> None:
             raise ConfigError(
                 f"{name}:{line}: *{event.anchor} is a YAML alias; repeat the value, or refer to a key by ${{key}}"
             )
-        if isinstance(event, yaml.ScalarEvent) and _is_long_number(event):
-            raise ConfigError(f"{name}:{line}: a number of {len(event.value)} digits; no setting takes one")
-
-
-def _is_long_number(event: yaml.ScalarEvent) -> bool:
-    return (
-        len(event.value) > LONGEST_NUMBER
-        and (event.implicit[0] or event.tag is not None)
-        and _NUMBER.fullmatch(event.value) is not None
-    )
 
 
 def check_references(plain: Any) -> None:

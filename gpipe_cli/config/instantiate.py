@@ -1,25 +1,22 @@
 """Builds the object that a component's node describes: `_target_` and its arguments, checked before the call.
 
-Arguments that would make torchvision download are rejected, and no model opens a connection while it is built.
+Arguments that would make torchvision download are rejected.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import socket
-import threading
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from gpipe_cli.config.targets import check_target_name, is_trusted, resolve_target
+from gpipe_cli.config.targets import check_target_name, resolve_target
 from gpipe_cli.errors import ConfigError, DataError, GpipeError, or_list
 
-BUILT_OFFLINE = ("model", "loss", "optimizer")
 TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
@@ -41,16 +38,12 @@ def instantiate(
     `offered` are arguments that no configuration can give (a module, parameters). The target gets those it names.
     """
     build = bind(node, group, allow, offered, path)
-    target = str(node["_target_"])
-    # Your own data and loggers may need the network. Your own models may not, even if you trust them.
-    is_offline = group in BUILT_OFFLINE or (group == "data" and not is_trusted(target, allow))
     try:
-        with no_connections(f"{group}._target_={target}") if is_offline else nullcontext():
-            return build()
+        return build()
     except GpipeError:
         raise
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path or group}: {target} rejects these values: {error}") from error
+        raise ConfigError(f"{path or group}: {node['_target_']} rejects these values: {error}") from error
 
 
 def bind(
@@ -80,44 +73,6 @@ def type_mismatch(value: Any, annotation: Any) -> str | None:
         return None
     names = dict.fromkeys(TYPE_NAMES[member] for member in members if member in TYPE_NAMES)
     return f"expected {' or '.join(names)}"
-
-
-@contextmanager
-def no_connections(subject: str) -> Iterator[None]:
-    """Raise ConfigError, naming `subject`, if this thread connects to another machine inside the block."""
-    builder = threading.get_ident()
-    look_up, connect, connect_ex = socket.getaddrinfo, socket.socket.connect, socket.socket.connect_ex
-
-    def reject(address: Any) -> None:
-        # The patch is process-wide, and loggers and process groups connect from their own threads.
-        if threading.get_ident() == builder:
-            raise ConfigError(
-                f"{subject}: would connect to {address}; gpipe downloads nothing, give the weights as a file"
-            )
-
-    def rejecting_look_up(host: Any, *arguments: Any, **options: Any) -> Any:
-        reject(host)
-        return look_up(host, *arguments, **options)
-
-    def rejecting_connect(self: socket.socket, address: Any) -> None:
-        if self.family != socket.AF_UNIX:
-            reject(address)
-        connect(self, address)
-
-    def rejecting_connect_ex(self: socket.socket, address: Any) -> int:
-        if self.family != socket.AF_UNIX:
-            reject(address)
-        return connect_ex(self, address)
-
-    # Every Python network client ends up in one of these three.
-    sockets: Any = socket.socket
-    socket.getaddrinfo = rejecting_look_up
-    sockets.connect, sockets.connect_ex = rejecting_connect, rejecting_connect_ex
-    try:
-        yield
-    finally:
-        socket.getaddrinfo = look_up
-        sockets.connect, sockets.connect_ex = connect, connect_ex
 
 
 def _bind(

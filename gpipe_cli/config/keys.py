@@ -219,7 +219,8 @@ def hint_for_unknown(key: str, command: str) -> str:
     ]
     if owners and name:
         return f"it belongs to {group}={'|'.join(owners)}"
-    if suggestion := did_you_mean(key, known):
+    top = [name for name in known if "." not in name]
+    if suggestion := ("." not in key and did_you_mean(key, top)) or did_you_mean(key, known):
         return suggestion
     others = [other for other in SCHEMAS if any(key == own for own in known_keys(other))]
     if others:
@@ -259,10 +260,15 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
         if above := next((name for name in lists if key.startswith(f"{name}.")), None):
             raise ConfigError(f"{word}: {above} is a list; set it as a whole, {above}=[...]")
         if key in groups and word[0] != "~" and not is_option_name(value):
-            manual = f"balance=manual balance.layers={value}"
-            names = [option.name for option in list_options("recipes" if key == "recipe" else key)]
-            cure = manual if key == "balance" and value.startswith("[") else or_list("", names)
-            raise ConfigError(f"{word}: choose an option by its name; {cure}")
+            raise ConfigError(f"{word}: {option_cure(key, value)}")
+
+
+def option_cure(group: str, value: object) -> str:
+    """What to do about a value that is not the name of an option."""
+    names = [option.name for option in list_options("recipes" if group == "recipe" else group)]
+    is_list = group == "balance" and str(value).startswith("[")
+    manual = f"balance=manual balance.layers={str(value).replace(' ', '')}"
+    return f"choose an option by its name; {manual if is_list else or_list('', names)}"
 
 
 def is_option_name(value: str) -> bool:

@@ -22,10 +22,10 @@ from typing import Any, final
 
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import COMPONENT_GROUPS
+from gpipe_cli.config.words import SHIPPED
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 from gpipe_cli.huggingface import import_package
 
-SHIPPED = ("gpipe_cli", "torch", "torchvision")
 DATASETS = ("FakeData", "ImageFolder", "MNIST", "FashionMNIST", "KMNIST")
 """The torchvision datasets that unpickle nothing but tensors."""
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no private segment
@@ -56,7 +56,7 @@ def check_target_name(path: str, target: Any, group: str, allow: Sequence[str]) 
             f"{path}={target}: give the dotted name of a class or function, such as mypkg.net.build"
         )
     if not accepts_name(target, group) and not is_trusted(target, allow):
-        raise ConfigError(f"{path}={target}: not allowed here; {_accepted_by(group, target)}")
+        raise ConfigError(_refusal(f"{path}={target}: ", group, target))
 
 
 def resolve_target(target: str, group: str, allow: Sequence[str]) -> Callable[..., Any]:
@@ -85,9 +85,7 @@ def resolve_target(target: str, group: str, allow: Sequence[str]) -> Callable[..
     home = f"{resolved.__module__}.{resolved.__qualname__}"
     trusted = is_trusted(target, allow) and is_trusted(home, allow)
     if not trusted and not accepts_object(target, resolved, group):
-        raise ConfigError(
-            f"{group}._target_={target}: is really {home}, which is not allowed here; {_accepted_by(group, home)}"
-        )
+        raise ConfigError(_refusal(f"{group}._target_={target}: is really {home}, which is ", group, home))
     return resolved
 
 
@@ -153,15 +151,15 @@ def _targets_below(path: str, node: Any) -> Iterator[tuple[str, Any]]:
             yield from _targets_below(f"{path}[{index}]", value)
 
 
-def _accepted_by(group: str, target: str) -> str:
-    """What the group accepts, for the message that rejects something else."""
+def _refusal(given: str, group: str, target: str) -> str:
+    """Why the target is refused, and what to type to allow it."""
+    root = target.partition(".")[0]
+    if root not in SHIPPED:
+        return f"add allow=[{root}] to the command line if you trust {root}; {given}not allowed here"
     kind = LIBRARY_KINDS.get(group)
     accepted = ", ".join([*([] if kind is None else [kind.description]), *sorted(own_targets(group))])
-    root = target.partition(".")[0]
-    if root in SHIPPED:
-        suggestion = did_you_mean(target, own_targets(group))
-        return f"{group} accepts {accepted}{f'; {suggestion}' if suggestion else ''}"
-    return f"{group} accepts {accepted}; for a package you trust add allow=[{root}] to the command line"
+    suggestion = did_you_mean(target, own_targets(group))
+    return f"{given}not allowed here; {group} accepts {accepted}{f'; {suggestion}' if suggestion else ''}"
 
 
 def _is_layer(candidate: Any) -> bool:

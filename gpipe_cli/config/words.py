@@ -25,6 +25,8 @@ TEXT_KEYS = ("prompt",)
 """Keys whose value is any text: nothing in it is a list, a sweep, a reference or a quote."""
 ANY_CHARACTER = (*TEXT_KEYS, "data.delimiter")
 """Keys whose value may contain line breaks, tabs and invisible characters."""
+SHIPPED = ("gpipe_cli", "torch", "torchvision")
+"""Packages of which each group accepts some names, and only those, whatever the command line names."""
 _CODE = re.compile(r"([A-Za-z_][\w.]*|[\w./-]+\.py):([A-Za-z_]\w*(?:\.\w+)*)")
 """`mypkg.nets:build` or `./nets.py:build`"""
 _REFERENCE = re.compile(r"\$\{[^}]*\}")
@@ -97,8 +99,8 @@ def to_hydra(words: Sequence[str], *, open_groups: Collection[str] = ()) -> list
 def named_packages(words: Iterable[str]) -> list[str]:
     """The packages of the code that the command line names by `model=mypkg.nets:build`, and thereby allows."""
     given = (word.partition("=") for word in words if override_key(word) in COMPONENT_GROUPS)
-    targets = (_target(value) for _, _, value in given)
-    return [target.partition(".")[0] for target in targets if target is not None]
+    packages = (str(_target(value) or "").partition(".")[0] for _, _, value in given)
+    return [package for package in packages if package and package not in SHIPPED]
 
 
 def _target_word(word: str) -> str:

@@ -40,6 +40,7 @@ from gpipe_cli.torch_internals.tensor_memory import storage_of
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
     is_shared: bool = field(default=False, compare=False)
@@ -50,29 +51,18 @@ class TensorSpec:
         """shared: storages that no layer may write."""
         return cls(
             tuple(tensor.shape),
+            tensor.stride(),
             tensor.dtype,
             tensor.requires_grad,
             storage_of(tensor) in shared,
         )
 
     def example(self) -> Tensor:
-        """A tensor that shows torch what to receive; contiguous, like everything that is sent."""
+        """A tensor that shows torch what to receive: contiguous memory, whatever lies in it."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.needs_grad)
-
-    def fits(self, tensor: Tensor) -> bool:
-        return self.shape == tensor.shape and self.dtype == tensor.dtype
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape)) or 'a number'} of {self.dtype}"
-
-
-NO_TENSOR = TensorSpec((), torch.float32, needs_grad=False)
-"""In the place of a skip that was stashed as None."""
-
-
-def shared_places(kinds: Sequence[TensorSpec]) -> frozenset[int]:
-    """The places of tensors that share memory, as a `PartitionInput` has them."""
-    return frozenset([place for place, kind in enumerate(kinds) if kind.is_shared])
 
 
 @final
@@ -80,19 +70,16 @@ def shared_places(kinds: Sequence[TensorSpec]) -> frozenset[int]:
 class BoundarySpec:
     """The tensors that enter a partition."""
 
-    value: tuple[TensorSpec, ...]
+    kinds: tuple[TensorSpec, ...]
+    """Those of the value, then those of the skips."""
     template: Template
     """Makes the value from its tensors."""
-    skips: tuple[tuple[SkipName, TensorSpec], ...]
-    """Skips that were stashed before the partition and are popped in it or after it, by name."""
+    skip_names: tuple[SkipName, ...]
+    """Skips that were stashed before the partition and are popped in it or after it."""
 
     @property
-    def kinds(self) -> tuple[TensorSpec, ...]:
-        return (*self.value, *(kind for _, kind in self.skips))
-
-    @property
-    def skip_names(self) -> tuple[SkipName, ...]:
-        return tuple(name for name, _ in self.skips)
+    def value_count(self) -> int:
+        return len(self.kinds) - len(self.skip_names)
 
 
 @final
@@ -146,14 +133,10 @@ def _infer(partitions: Sequence[Partition], value: Value) -> tuple[BoundarySpec,
     for partition in partitions:
         carried = sorted((name, skip) for name, skip in skips.items() if skip is not None)
         tensors, template = flatten(value, "output")
-        shared = common_storages([*tensors, *(skip for _, skip in carried)]) | held
-        boundaries.append(
-            BoundarySpec(
-                tuple(TensorSpec.of(tensor, shared) for tensor in tensors),
-                template,
-                tuple((name, TensorSpec.of(skip, shared)) for name, skip in carried),
-            )
-        )
+        tensors = (*tensors, *(skip for _, skip in carried))
+        shared = common_storages(tensors) | held
+        kinds = tuple(TensorSpec.of(tensor, shared) for tensor in tensors)
+        boundaries.append(BoundarySpec(kinds, template, tuple(name for name, _ in carried)))
         received = [skips.pop(route.name) for route in partition.receives]
         tracker = PartitionSkips(partition.receives, received, partition.sends)
         with use_skip_tracker(tracker):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from gpipe_cli.distributed.groups import PIPE, device_of, get_group
+from gpipe_cli.distributed.groups import device_of
 from gpipe_cli.distributed.world import decode, encode, share_numbers
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.microbatch import Value
@@ -159,10 +159,6 @@ class P2PLink:
         device = device_of(group)
         self._previous = None if self.is_first else Peer(self.rank - 1, group, device)
         self._next = None if self.is_last else Peer(self.rank + 1, group, device)
-
-    @classmethod
-    def current(cls) -> P2PLink:
-        return cls(get_group(PIPE))
 
     def __enter__(self) -> P2PLink:
         return self

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.distributed.gradients import refusing_reducers
+from gpipe_cli.distributed.groups import PIPE, get_group
 from gpipe_cli.distributed.peer import P2PLink
 from gpipe_cli.errors import ConfigError, PeerError
 from gpipe_cli.pipeline.boundary import Gradients, GradSink, PartitionInput, enter
@@ -56,7 +57,7 @@ def forward_backward(
         )
     if num_microbatches < 1:
         raise ConfigError(f"num_microbatches={num_microbatches}: must be at least 1")
-    with P2PLink.current() as link:
+    with P2PLink(get_group(PIPE)) as link:
         step = _prepare(link, fwd_fn, inputs, num_microbatches, dtype)
         if forward_only:
             return step.forward_all()

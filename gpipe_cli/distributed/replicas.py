@@ -35,7 +35,9 @@ class Replicas:
         """The rows of all replicas together, and the weights that their loss gives them."""
         if not self.several:
             return rows, weight
-        rows, weight = self._sum(torch.tensor([rows, weight], dtype=torch.float64)).tolist()
+        rows, weight = sum_of_numbers(
+            torch.tensor([rows, weight], dtype=torch.float64), self._coords.data
+        ).tolist()
         return rows, weight
 
     @torch.no_grad()
@@ -50,7 +52,7 @@ class Replicas:
         changed = torch.stack([(now != before).any() for now, before in buffers])
         # What any replica changed is merged by all: one without samples changed nothing, but must join the same
         # collectives.
-        flags = self._sum(changed).tolist()
+        flags = sum_of_numbers(changed, self._coords.data).tolist()
         merged = [now for (now, _), flag in zip(buffers, flags, strict=True) if flag]
         for group in _by_dtype(merged):
             flat = torch.cat([tensor.flatten() for tensor in group])
@@ -72,9 +74,6 @@ class Replicas:
             batch_norms, *(torch.split(row, sizes) for row in rows), strict=True
         ):
             batch_norm.pending = _merged(batch_norm, of_replicas)
-
-    def _sum(self, numbers: Tensor) -> Tensor:
-        return sum_of_numbers(numbers, self._coords.data)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -129,7 +128,9 @@ class TiedGradients:
         self._shared = [(parameter, users) for parameter, users in tied.users if parameter.requires_grad]
         self._between_ranks = any(len({ranks[user] for user in users}) > 1 for _, users in self._shared)
         self.borrowed = [
-            parameter for parameter, users in self._shared if self._uses(users) and not self._owns(users)
+            parameter
+            for parameter, (owner, *others) in self._shared
+            if ranks[owner] != coords.rank and coords.rank in {ranks[user] for user in others}
         ]
         """Copies in this process whose owner is another process."""
 
@@ -201,12 +202,6 @@ class TiedGradients:
         values = iter(sum_of_numbers(flat, self._coords.pipe).tolist())
         return [[bool(next(values)) for _ in of_uses] for of_uses in flags]
 
-    def _uses(self, users: Sequence[int]) -> bool:
-        return any(self._ranks[user] == self._coords.rank for user in users)
-
-    def _owns(self, users: Sequence[int]) -> bool:
-        return self._ranks[users[0]] == self._coords.rank
-
 
 @final
 class ParameterShards:
@@ -267,6 +262,5 @@ class ParameterShards:
 def _unpack(flat: Tensor, parameters: Sequence[Tensor]) -> None:
     if len(parameters) == 1 and parameters[0].is_contiguous():  # it has been received in place
         return
-    pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
-    for parameter, piece in zip(parameters, pieces, strict=True):
-        parameter.copy_(piece.view_as(parameter))
+    for parameter, piece in zip(parameters, _cut(flat, parameters), strict=True):
+        parameter.copy_(piece)

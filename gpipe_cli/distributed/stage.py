@@ -7,13 +7,12 @@ ours.
 
 torch counts micro-batches from 0 in each flush and runs them in ascending order, so the stage counts along. The first
 stage takes its input from the batch state and the last one stores its output there, because torch would split both,
-and only evenly. Tensors are sent contiguous, as gloo requires, and in the announced shape: torch would not notice a
-wrong one.
+and only evenly. Tensors are sent in the announced shape: torch would not notice a wrong one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -21,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from gpipe_cli.distributed.boundary_shapes import NO_TENSOR, BoundarySpec, TensorSpec, shared_places
+from gpipe_cli.distributed.boundary_layouts import BoundaryLayouts
+from gpipe_cli.distributed.boundary_shapes import BoundarySpec, TensorSpec
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.pipeline.batch_state import BatchState
@@ -30,7 +30,6 @@ from gpipe_cli.pipeline.failures import add_note, failure_note
 from gpipe_cli.pipeline.forward_task import SavedForBackward
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.schedule.action import Action, Kind
-from gpipe_cli.skip.namespace import SkipName
 
 _LOSS = torch.empty((), device="meta", requires_grad=True)
 """The loss, which the last stage returns to torch; torch sends it nowhere, so its shape does not matter in eval."""
@@ -44,6 +43,7 @@ class Stage(PipelineStage):
         entering: BoundarySpec,
         leaving: BoundarySpec | None,
         coords: RankCoords,
+        layouts: BoundaryLayouts,
         gradient_buckets: GradientBuckets | None,
         *,
         split: Collection[int],
@@ -65,6 +65,7 @@ class Stage(PipelineStage):
         self._partition = partition
         self._entering = entering
         self._leaving = leaving
+        self._layouts = layouts
         self._gradient_buckets = gradient_buckets
         self._split = split
         self._running: BatchState | None = None
@@ -72,11 +73,26 @@ class Stage(PipelineStage):
         """Micro-batches: the first of the flush, and those whose forward and backward come next."""
         self._half_done: SavedForBackward | None = None
         # Worked out once: for small layers, every line that runs per micro-batch counts.
-        self._carries_skips = bool(
-            entering.skips or partition.receives or partition.sends or (leaving is not None and leaving.skips)
-        )
-        self._entering_needs = tuple(kind.needs_grad for kind in entering.value)
-        self._leaving_kinds = () if leaving is None else leaving.kinds
+        place_of = {name: entering.value_count + place for place, name in enumerate(entering.skip_names)}
+        self._received = len(entering.kinds)
+        self._taken = [
+            *range(entering.value_count),
+            *(place_of.get(route.name) for route in partition.receives),
+        ]
+        """For each tensor that the layers take, its place in what is received; None for a skip that is None."""
+        kinds = [None if place is None else entering.kinds[place] for place in self._taken]
+        self._needs_grad = tuple(kind is not None and kind.needs_grad for kind in kinds)
+        self._shared = frozenset(place for place, kind in enumerate(kinds) if kind and kind.is_shared)
+        self._sent: list[int] = []
+        """For each tensor that is sent on, its place in the output or, behind that, in what is received."""
+        self._output_kinds: list[TensorSpec | None] = []
+        if leaving is not None:
+            own = leaving.value_count
+            skips = dict(zip(leaving.skip_names, leaving.kinds[own:], strict=True))
+            self._output_kinds = [*leaving.kinds[:own], *(skips.get(route.name) for route in partition.sends)]
+            place_of = {name: len(self._output_kinds) + place for name, place in place_of.items()}
+            place_of |= {route.name: own + place for place, route in enumerate(partition.sends)}
+            self._sent = [*range(own), *map(place_of.__getitem__, leaving.skip_names)]
 
     def begin(self, state: BatchState, first: int) -> None:
         """The next flush runs this mini-batch from micro-batch `first` on."""
@@ -93,11 +109,13 @@ class Stage(PipelineStage):
         state, index = self._state, self._partition.index
         try:
             with state.batch.state.without_autocast_cache():
-                given, passing = self._unpack(micro_batch, received)
-                output, saved = self._partition.forward((given,), state.forward_task(index, micro_batch))
+                if index:
+                    received = self._layouts.unpack(f"values {index} {micro_batch}", received)
+                given = self._input(micro_batch, received)
+                outputs, saved = self._partition.forward((given,), state.forward_task(index, micro_batch))
                 if state.batch.state.grad:
                     state.saved[index, micro_batch] = saved
-                return self._pack(micro_batch, output, passing)
+                return self._pack(micro_batch, outputs, received)
         except BaseException as error:
             self._note(error, Kind.FORWARD, "forward", micro_batch)
             raise
@@ -116,12 +134,7 @@ class Stage(PipelineStage):
                 with state.batch.state.entered():
                     partition.recompute(saved)
             phase = "backward"
-            gradients = (
-                state.gradients_of_output(micro_batch)
-                if self._leaving is None
-                else bwd_kwargs["output_grads"]
-            )
-            leaving, passing = self._gradients_of_output(gradients)
+            leaving, passing = self._gradients_of_output(micro_batch, bwd_kwargs["output_grads"])
             with self._completing(micro_batch):
                 if micro_batch - self._first in self._split:
                     entering = partition.backward_input(saved, leaving, keep_graph=False)
@@ -134,7 +147,7 @@ class Stage(PipelineStage):
             raise
         # The graph is freed here, unless the weight half of a split backward still needs it.
         del state.saved[partition.index, micro_batch]
-        return self._gradients_of_input(entering, passing), None
+        return self._gradients_of_input(micro_batch, entering, passing), None
 
     def _weight_half(self) -> Callable[[], None]:
         """The weight half of the backward that has just run, for later: torch's `dw_builder`."""
@@ -158,83 +171,61 @@ class Stage(PipelineStage):
         assert self._running is not None, "a flush has begun"
         return self._running
 
-    def _unpack(
-        self, micro_batch: int, received: tuple[Tensor, ...]
-    ) -> tuple[PartitionInput, dict[SkipName, Tensor]]:
-        """The input of the layers, and the skips that only pass through this stage."""
+    def _input(self, micro_batch: int, received: Sequence[Tensor]) -> PartitionInput:
+        state, entering = self._state, self._entering
         if self._partition.index == 0:
-            return self._state.inputs[micro_batch], {}
-        boundary = self._entering
-        count = len(boundary.value)
-        grad = self._state.batch.state.grad
-        # Leaves of a graph of our own: torch's backward ends at this stage's node, and ours starts inside it.
-        tensors = [tensor.detach() for tensor in received]
-        if not self._carries_skips:
-            needed = self._entering_needs if grad else (False,) * count
-            return PartitionInput(
-                tuple(tensors), needed, boundary.template, count, shared_places(boundary.value)
-            ), {}
-        kinds = dict(boundary.skips)
-        skips = dict(zip(boundary.skip_names, tensors[count:], strict=True))
-        names = [route.name for route in self._partition.receives]
-        popped = [skips.pop(name, None) for name in names]
-        entering = [*boundary.value, *(kinds.get(name, NO_TENSOR) for name in names)]
+            return state.inputs[micro_batch]
         return PartitionInput(
-            (*tensors[:count], *popped),
-            tuple(kind.needs_grad and grad for kind in entering),
-            boundary.template,
-            count,
-            shared_places(entering),
-        ), skips
+            tuple([None if place is None else received[place] for place in self._taken]),
+            self._needs_grad if state.batch.state.grad else (False,) * len(self._needs_grad),
+            entering.template,
+            entering.value_count,
+            self._shared,
+        )
 
     def _pack(
-        self, micro_batch: int, outputs: tuple[PartitionInput, ...], passing: dict[SkipName, Tensor]
+        self, micro_batch: int, outputs: tuple[PartitionInput, ...], received: Sequence[Tensor]
     ) -> Tensor | tuple[Tensor, ...]:
         """What is sent on. torch treats the output of the last stage as the loss, which is one tensor."""
         if self._leaving is None:
             (self._state.outputs[micro_batch],) = outputs
             return outputs[0].present[0]
-        tensors: Iterable[Tensor | None] = outputs[0].tensors
-        if self._carries_skips:
-            count = outputs[0].value_count
-            sent = [tensor for output in outputs for tensor in output.tensors]
-            skips: dict[SkipName, Tensor | None] = dict(passing)
-            names = (route.name for route in self._partition.sends)
-            skips.update(zip(names, sent[count:], strict=True))
-            tensors = (*sent[:count], *(skips[name] for name in sorted(skips)))
-        present = tuple([tensor.contiguous() for tensor in tensors if tensor is not None])
-        self._check(present)
-        return present
+        tensors = [tensor for output in outputs for tensor in output.tensors]
+        self._check(tensors)
+        sent = [(*tensors, *received)[place] for place in self._sent]
+        return self._layouts.pack(f"values {self._partition.index + 1} {micro_batch}", sent)
 
-    def _check(self, tensors: tuple[Tensor, ...]) -> None:
-        kinds = self._leaving_kinds
-        if len(kinds) != len(tensors) or not all(map(TensorSpec.fits, kinds, tensors)):
-            given = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
-            expected = ", ".join(map(str, kinds))
-            raise RuntimeError(
-                f"partition {self._partition.index} gave {given} where it was to give {expected}: what crosses "
-                "between processes cannot depend on values. Use engine=threads"
-            )
+    def _check(self, tensors: Sequence[Tensor | None]) -> None:
+        kinds = self._output_kinds
+        if len(kinds) == len(tensors) and all(map(_fits, kinds, tensors)):
+            return
+        given = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors if tensor is not None)
+        expected = ", ".join(str(kind) for kind in kinds if kind is not None)
+        raise RuntimeError(
+            f"partition {self._partition.index} gave {given} where it was to give {expected}: what crosses "
+            "between processes cannot depend on values. Use engine=threads"
+        )
 
-    def _gradients_of_output(self, gradients: Gradients) -> tuple[Gradients, dict[SkipName, Tensor | None]]:
-        boundary = self._leaving
-        if boundary is None or not self._carries_skips:
-            return gradients, {}
-        count = len(boundary.value)
-        skips = dict(zip(boundary.skip_names, gradients[count:], strict=True))
-        sent = [skips.pop(route.name, None) for route in self._partition.sends]
-        return (*gradients[:count], *sent), skips
+    def _gradients_of_output(
+        self, micro_batch: int, received: Gradients
+    ) -> tuple[Gradients, dict[int | None, Tensor | None]]:
+        """The gradients of the layers' output, and by place in what was received those of tensors that only passed."""
+        if self._leaving is None:
+            return self._state.gradients_of_output(micro_batch), {}
+        received = self._layouts.unpack(f"gradients {self._partition.index + 1} {micro_batch}", received)
+        count = len(self._output_kinds)
+        gradients = dict(zip(self._sent, received, strict=True))
+        of_output = tuple([gradients.pop(place, None) for place in range(count)])
+        return of_output, {place - count: gradient for place, gradient in gradients.items()}
 
-    def _gradients_of_input(self, gradients: Gradients, passing: dict[SkipName, Tensor | None]) -> Gradients:
+    def _gradients_of_input(
+        self, micro_batch: int, gradients: Gradients, passing: dict[int | None, Tensor | None]
+    ) -> Gradients:
         if self._partition.index == 0:
             return ()
-        if self._carries_skips:
-            boundary = self._entering
-            count = len(boundary.value)
-            names = (route.name for route in self._partition.receives)
-            skips = {**passing, **dict(zip(names, gradients[count:], strict=True))}
-            gradients = (*gradients[:count], *(skips[name] for name in boundary.skip_names))
-        return tuple([None if gradient is None else gradient.contiguous() for gradient in gradients])
+        passing.update(zip(self._taken, gradients, strict=True))
+        sent = [passing.get(place) for place in range(self._received)]
+        return self._layouts.pack(f"gradients {self._partition.index} {micro_batch}", sent)
 
     def _completing(self, micro_batch: int) -> AbstractContextManager[None]:
         """Backward runs in ascending order of micro-batches, so that of the last one completes the gradients."""
@@ -255,3 +246,9 @@ class Stage(PipelineStage):
                 action, phase, partition.locate(phase, saved, error), partition.device, error
             ),
         )
+
+
+def _fits(kind: TensorSpec | None, tensor: Tensor | None) -> bool:
+    if kind is None or tensor is None:
+        return kind is None and tensor is None
+    return kind.shape == tensor.shape and kind.dtype == tensor.dtype

@@ -23,10 +23,11 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.distributed import pipelining
+from torch.distributed import PrefixStore, pipelining  # type: ignore[attr-defined]  # public, see torch's docs
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from gpipe_cli.distributed.boundary_layouts import BoundaryLayouts
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.groups import RankCoords
@@ -134,7 +135,12 @@ class TorchSchedule:
         following = [*boundaries[1:], None]
         # Only torch's schedules of several stages ask a stage for the second half of its backward.
         several_stages = issubclass(flush.schedule, PipelineScheduleMulti)
-        order = _order(our_schedule, flush, coords) if flush.schedule is OrderRuntime else None
+        order = None
+        if isinstance(our_schedule, FixedOrder) and flush.schedule is OrderRuntime:
+            order = our_schedule.order(coords.partitions, flush.count, coords.ranks)
+        # The ranks of a pipe make the same schedules in the same order, so the same one has the same number in each.
+        store = coords.pipe.get_group_store()
+        store = PrefixStore(str(store.add(f"schedules of rank {coords.rank}", 1)), store)
         every = range(flush.count if several_stages and traits(our_schedule).splits_backward else 0)
         self._stages = [
             Stage(
@@ -142,6 +148,7 @@ class TorchSchedule:
                 boundaries[partition.index],
                 following[partition.index],
                 coords,
+                BoundaryLayouts(store),
                 gradient_buckets,
                 split=every if order is None else _split(order, partition.index),
             )
@@ -174,11 +181,6 @@ class TorchSchedule:
         finally:
             for stage in self._stages:
                 stage.end()
-
-
-def _order(schedule: str | ScheduleModule, flush: Flush, coords: RankCoords) -> Order:
-    assert isinstance(schedule, FixedOrder), "torch has its own classes for the others"
-    return schedule.order(coords.partitions, flush.count, coords.ranks)
 
 
 def _split(order: Order, partition: int) -> frozenset[int]:

@@ -96,11 +96,6 @@ class World:
         distributed.all_reduce(total, group=self.group)
         return total
 
-    def from_any_rank(self, text: str) -> str:
-        """The text of the only rank that has one; the others give an empty text."""
-        encoded = torch.tensor(list(text.encode()), dtype=torch.int64)
-        return text if self.size == 1 else bytes(self.sum(encoded).tolist()).decode()
-
     def from_rank_zero(self, text: str) -> str:
         """The text of rank 0; the text of the other ranks is ignored."""
         return text if self.size == 1 else str(share_json(text, 0, self._group))

@@ -12,7 +12,6 @@ from torch import nn
 
 from gpipe_cli.config.instantiate import accepted_arguments, bind, instantiate
 from gpipe_cli.config.keys import default_options
-from gpipe_cli.config.parameter_groups import GROUPS, group_options, optimizer_arguments
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     CostConfig,
@@ -30,6 +29,7 @@ from gpipe_cli.launch.rank_setup import is_rank
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import data_arguments
 from gpipe_cli.run.model import check_own_keys, model_arguments, own_keys
+from gpipe_cli.run.parameter_groups import GROUPS, group_options, group_problems, optimizer_arguments
 
 # What a balance method may take as arguments; `within` is the memory model if there is a limit to respect.
 BALANCE_ARGUMENTS = (
@@ -70,6 +70,8 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
             )
     check_own_keys(own_keys(settings))
     if isinstance(settings, CostConfig):
+        if problems := list(group_problems(settings.optimizer)):
+            raise ConfigError("; ".join(problems))
         _check_groups(settings)
     if isinstance(settings, EngineConfig):
         _check_engine(settings, overrides)

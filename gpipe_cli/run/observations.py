@@ -6,7 +6,6 @@ inputs of the samples.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,7 +92,8 @@ class EvalObserver:
     def take(self, world: World) -> Observed | None:
         """What was counted since the last call, over all ranks, which call it together; None if nothing was."""
         counts = world.sum(self._counts[:-1])
-        samples = json.loads(world.from_any_rank(json.dumps(self._samples) if self._samples else "") or "[]")
+        # One rank has them: the one with the output of the first replica.
+        samples: list[dict[str, Any]] = next(filter(None, world.run_together(lambda: self._samples)), [])
         self._counts, self._samples = torch.zeros(0, dtype=torch.int64), []
         if not len(counts):
             return None

@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 from gpipe_cli.config.instantiate import instantiate
-from gpipe_cli.config.parameter_groups import (
+from gpipe_cli.config.schema import CostConfig, TrainConfig
+from gpipe_cli.distributed.replica_shares import largest_share
+from gpipe_cli.engines.weight_average import average_weights
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.profiling.optimizer_state import MakeOptimizer, NamedParameters
+from gpipe_cli.profiling.partition_memory import KeptState, whole_state
+from gpipe_cli.run.parameter_groups import (
     GROUPS,
     LR_SCALE,
     NO_DECAY,
@@ -21,12 +27,6 @@ from gpipe_cli.config.parameter_groups import (
     group_patterns,
     optimizer_arguments,
 )
-from gpipe_cli.config.schema import CostConfig, TrainConfig
-from gpipe_cli.distributed.replica_shares import largest_share
-from gpipe_cli.engines.weight_average import average_weights
-from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling.optimizer_state import MakeOptimizer, NamedParameters
-from gpipe_cli.profiling.partition_memory import KeptState, whole_state
 from gpipe_cli.sequential.selection import select_parameters
 
 NORM, BIAS = "norm", "bias"

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gpipe_cli.torch_internals.operation_tape import EMPTIES, FILLS, MODELLED, Step, Storages, Tape, View
-from gpipe_cli.torch_internals.tensor_memory import version_of
+from gpipe_cli.torch_internals.tensor_memory import tensors_in_tree, version_of
 
 SMALL = 2**16
 """Elements. Smaller tensors have memory and values: constructors compute with them, and they take little."""
@@ -102,7 +102,7 @@ class DeferredValues:
     # What follows is for `_Recorder`.
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in_tree((args, kwargs))
         deferred = [tensor for tensor in tensors if self.includes(tensor)]
         is_for_meta = kwargs.get("device") == _META
         if not deferred:
@@ -135,7 +135,7 @@ class DeferredValues:
         self, func: Any, args: Any, kwargs: dict[str, Any], changed: list[Tensor], largest: int | None = None
     ) -> Any:
         """Run an operation, record it if it makes or changes large tensors, and return these without memory."""
-        tensors = _tensors((args, kwargs))
+        tensors = tensors_in_tree((args, kwargs))
         deferred = [tensor for tensor in tensors if self.includes(tensor)]
         generator = kwargs.get("generator") or torch.default_generator
         drawn_from = generator.get_state() if torch.Tag.nondeterministic_seeded in func.tags else None
@@ -161,7 +161,11 @@ class DeferredValues:
             outlines = {id(real[id(tensor)]): tensor for tensor in changed}
             leaves = [new.get(place, outlines.get(id(leaf), leaf)) for place, leaf in enumerate(leaves)]
         freed = {id(tensor.untyped_storage()) for tensor in real.values()}
-        if any(id(tensor.untyped_storage()) in freed for tensor in _tensors(leaves) if _has_storage(tensor)):
+        if any(
+            id(tensor.untyped_storage()) in freed
+            for tensor in tensors_in_tree(leaves)
+            if _has_storage(tensor)
+        ):
             raise NotDeferrable(f"{func} returns memory of a large tensor")
         self._free(besides=deferred)
         return tree_unflatten(leaves, structure)
@@ -206,7 +210,7 @@ class DeferredValues:
         generator: torch.Generator = torch.default_generator,
         drawn_from: Tensor | None = None,
     ) -> None:
-        views = {id(tensor): self._on_tape(tensor) for tensor in _tensors((args, kwargs))}
+        views = {id(tensor): self._on_tape(tensor) for tensor in tensors_in_tree((args, kwargs))}
         kept_args, kept_kwargs = tree_map(lambda leaf: views.get(id(leaf), leaf), (args, dict(kwargs)))
         made = {place: self._view(outline).key for place, outline in new.items()}
         step = Step(func, kept_args, kept_kwargs, made, generator, drawn_from)
@@ -250,7 +254,7 @@ def replace_value(tensor: Tensor, value: Tensor) -> None:
 
 def tensors_in_attributes(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Parameters, buffers, and tensors in other attributes, also in lists, tuples and dicts."""
-    return _tensors([dict(vars(module)) for module in modules])
+    return tensors_in_tree([dict(vars(module)) for module in modules])
 
 
 @final
@@ -314,10 +318,6 @@ _POINTERS = frozenset(
 )
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
 
@@ -334,4 +334,4 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[place] if place < len(args) else kwargs.get(argument.name))
-    return _tensors(written)
+    return tensors_in_tree(written)

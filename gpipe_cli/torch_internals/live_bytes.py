@@ -6,11 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, final
 
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from gpipe_cli.torch_internals.tensor_memory import storage_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of, tensors_in_tree
 
 
 @final
@@ -29,9 +27,9 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
+        given = {storage_of(tensor) for tensor in tensors_in_tree((args, kwargs))}
         result = function(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in_tree(result):
             storage = tensor.untyped_storage()
             number = storage_of(tensor)
             # What an operator returns may be, or be a view of, what it was given.
@@ -40,7 +38,3 @@ class LiveBytes(TorchDispatchMode):
                 weakref.finalize(storage, self._live.pop, number, None)
         self.peak = max(self.peak, sum(self._live.values()))
         return result
-
-
-def _tensors(values: object) -> list[Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_cli.torch_internals.tensor_memory import storage_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of, tensors_in_tree
 
 Shape = tuple[int, ...]
 NO_KERNEL = frozenset(
@@ -107,7 +106,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "aten" and not func.is_view and name not in NO_KERNEL:
             formula = self._formulas.get(func.overloadpacket)
             flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
-            kernel = _Kernel(name, flops, _tensors((args, kwargs)), _tensors(output))
+            kernel = _Kernel(name, flops, tensors_in_tree((args, kwargs)), tensors_in_tree(output))
             if not self._makes_mask(kernel):
                 self._kernels.append(kernel)
         return output
@@ -174,10 +173,6 @@ class _Kernel:
         written = [storage_of(tensor) in weights for tensor in self.outputs]
         # A convolution computes the gradients of its input and of its weights at once.
         return 1.0 if written and all(written) else 0.5 if any(written) else 0.0
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 ALIGNMENT = 64
 """Bytes. torch allocates memory at multiples of it; for a tensor that begins elsewhere, kernels use other vector
@@ -20,6 +21,10 @@ _COUNTER = operator.attrgetter("_version")
 def storage_of(tensor: Tensor) -> int:
     """A number shared by a tensor and its views. Another tensor may get it once they are all freed."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_in_tree(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def version_of(tensor: Tensor) -> int:

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpipe_cli.config.hydra_loader import GuardedLoader
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.compose import Request, compose, compose_tree
+from gpipe_cli.config.compose import Request, compose, compose_tree, expand
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, TrainConfig
 from gpipe_cli.errors import ConfigError
@@ -17,8 +16,7 @@ from gpipe_cli.errors import ConfigError
 def settings(*overrides: str, command: str = "train", config_dir: Path | None = None) -> Any:
     """The typed configuration of a command line."""
     request = Request(command, overrides, config_dir=None if config_dir is None else str(config_dir))
-    composition = compose(request)
-    return composition.job(composition.jobs[0]).settings
+    return compose(request).settings
 
 
 def test_the_defaults_are_a_complete_configuration() -> None:
@@ -66,18 +64,24 @@ def test_every_option_says_what_it_is(group: str) -> None:
         assert option.description.endswith((".", ":")) or len(option.description) > 10, option.path
 
 
-def test_an_optimizer_replaced_on_the_command_line_keeps_only_the_learning_rate_and_says_so() -> None:
+def test_a_component_with_a_target_has_the_keys_that_it_is_given() -> None:
     made = settings("optimizer._target_=torch.optim.SGD", "optimizer.lr=0.5")
     assert made.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.5}
-    words = ("optimizer=sgd", "optimizer._target_=torch.optim.Adam", "optimizer.weight_decay=0.1")
-    composition = compose(Request("train", words))
-    job = composition.job(composition.jobs[0])
-    assert job.settings.optimizer == {"_target_": "torch.optim.Adam", "lr": 0.05, "weight_decay": 0.1}  # type: ignore[attr-defined]
-    assert job.notes == (
-        "optimizer._target_=torch.optim.Adam: keeps lr=0.05 of optimizer=sgd and leaves out its momentum, nesterov, "
-        "no_decay, groups; give those that you want",
-    )
     assert settings("model._target_=torch.nn.Identity").model == {"_target_": "torch.nn.Identity"}
+
+
+def test_code_that_the_command_line_names_is_allowed_and_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = compose(Request("train", ("model=mypkg.nets:build", "model.width=3", "loss=./losses.py:build")))
+    assert job.settings.model == {"_target_": "mypkg.nets.build", "width": 3}
+    assert job.settings.allow == job.tree.allow == ["mypkg", "losses"]
+    assert job.model == "build"
+    job = compose(Request("train", ("model=mypkg.nets:build", "allow=[other]")))
+    assert job.settings.allow == ["other", "mypkg"]
+    with pytest.raises(ConfigError, match="not allowed here"):
+        settings("model._target_=mypkg.nets.build")
+    monkeypatch.setenv("GPIPE_ALLOW", "mypkg,third")
+    job = compose(Request("train", ("model._target_=mypkg.nets.build",)))
+    assert job.settings.allow == ["mypkg", "third"] and job.tree.allow == []
 
 
 def test_a_component_replaced_by_a_recipe_keeps_nothing_of_its_predecessor(tmp_path: Path) -> None:
@@ -87,7 +91,7 @@ def test_a_component_replaced_by_a_recipe_keeps_nothing_of_its_predecessor(tmp_p
         "# @package _global_\nchunks: 3\noptimizer:\n  _target_: torch.optim.SGD\n  lr: 0.5\n",
         encoding="utf-8",
     )
-    made = settings("recipes=mine", config_dir=tmp_path)
+    made = settings("recipe=mine", config_dir=tmp_path)
     assert made.chunks == 3
     assert made.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.5}
 
@@ -100,7 +104,7 @@ def test_a_recipe_wins_over_the_defaults_and_the_command_line_over_the_recipe(tm
         "chunks: 3\nepochs: 9\n",
         encoding="utf-8",
     )
-    made = settings("recipes=mine", "epochs=7", config_dir=tmp_path)
+    made = settings("recipe=mine", "epochs=7", config_dir=tmp_path)
     assert (made.chunks, made.epochs, made.model["name"]) == (3, 7, "resnet50")
     assert made.optimizer["_target_"] == "torch.optim.SGD"
 
@@ -127,7 +131,7 @@ def test_a_file_cannot_allow_code(tmp_path: Path) -> None:
     recipe.parent.mkdir()
     recipe.write_text("# @package _global_\nallow: [os]\nmodel:\n  _target_: os.system\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="may only be given on the command line"):
-        settings("recipes=evil", config_dir=tmp_path)
+        settings("recipe=evil", config_dir=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,41 @@ def test_a_broken_or_hostile_file_is_one_error(tmp_path: Path, text: str, says: 
     recipe.parent.mkdir()
     recipe.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=says):
-        settings("recipes=evil", config_dir=tmp_path)
+        settings("recipe=evil", config_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer", "notes"),
+    [
+        # The recipe chooses adamw and its learning rate, which means nothing to another optimizer.
+        (("optimizer=sgd",), {"lr": 0.05}, "optimizer=sgd replaces its optimizer.lr"),
+        (("optimizer=adamw",), {"lr": 0.002}, None),
+        (
+            ("optimizer._target_=torch.optim.SGD", "optimizer.lr=1"),
+            {"lr": 1},
+            "optimizer._target_ replaces its",
+        ),
+    ],
+)
+def test_an_option_of_the_command_line_replaces_that_of_a_recipe_and_its_keys(
+    words: tuple[str, ...], optimizer: dict[str, Any], notes: str | None
+) -> None:
+    job = compose(Request("train", ("recipe=digits", *words)))
+    assert isinstance(job.settings, TrainConfig)
+    assert {key: job.settings.optimizer[key] for key in optimizer} == optimizer
+    assert [notes in note for note in job.notes] == [True] if notes else job.notes == ()
+
+
+def test_keys_that_a_recipe_sets_without_choosing_an_option_stay_where_the_option_has_them(
+    tmp_path: Path,
+) -> None:
+    recipe = tmp_path / "recipes" / "mine.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("# @package _global_\ndata: {context: 64, stride: 3}\n", encoding="utf-8")
+    words = ("recipe=mine", "model=gpt", "data=jsonl", "data.path=x")
+    job = compose(Request("train", words, config_dir=str(tmp_path)))
+    assert job.settings.data["context"] == 64 and "stride" not in job.settings.data
+    assert job.notes == (f"{recipe}: data=jsonl replaces its data.stride",)
 
 
 @pytest.mark.parametrize("command", SCHEMAS)
@@ -156,41 +194,18 @@ def test_no_key_is_lost_between_yaml_and_the_typed_object(command: str) -> None:
     tree = compose_tree(Request(command, ("run=x",) if command == "eval" else ()))
     plain = OmegaConf.to_container(tree)
     assert isinstance(plain, dict)
-    assert set(plain) - {"hydra"} == set(SCHEMAS[command].__dataclass_fields__)
+    assert set(plain) == set(SCHEMAS[command].__dataclass_fields__)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "jobs"),
-    [
-        (("chunks=2",), 1),
-        (("recipes=vit_digits",), 1),  # its model replaces that of the default option
-        (("optimizer._target_=torch.optim.SGD", "optimizer.lr=0.5"), 1),
-        (("chunks=1,2", "seed=3,4"), 4),
-    ],
-)
-def test_each_job_is_composed_once(
-    overrides: tuple[str, ...], jobs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A recipe with its own model used to be composed twice, and the settings of every job were made twice."""
-    composed = []
-    original = GuardedLoader._compose_config_from_defaults_list
-    monkeypatch.setattr(
-        GuardedLoader,
-        "_compose_config_from_defaults_list",
-        lambda *args, **kwargs: composed.append(1) or original(*args, **kwargs),
-    )
-    composition = compose(Request("train", overrides), multirun=jobs > 1)
-    assert len([composition.job(job) for job in composition.jobs]) == len(composed) == jobs
+def test_the_jobs_of_a_sweep_are_every_combination_the_last_key_fastest() -> None:
+    assert expand(("chunks=1,2", "seed=3", "epochs=range(4,6)", "recipe=a,b"), "train")[:3] == [
+        ("chunks=1", "seed=3", "epochs=4", "recipe=a"),
+        ("chunks=1", "seed=3", "epochs=4", "recipe=b"),
+        ("chunks=1", "seed=3", "epochs=5", "recipe=a"),
+    ]
 
 
-def test_the_digest_of_a_sweep_follows_its_words_and_files_but_not_its_directory(tmp_path: Path) -> None:
-    option = tmp_path / "optimizer" / "mine.yaml"
-    option.parent.mkdir()
-
-    def digest(*overrides: str, lr: float = 0.1) -> str:
-        option.write_text(f"_target_: torch.optim.SGD\nlr: {lr}\n", encoding="utf-8")
-        request = Request("train", ("optimizer=sgd,mine", *overrides), config_dir=str(tmp_path))
-        return compose(request, multirun=True).digest(("run_dir", "resume"))
-
-    assert digest("run_dir=a") == digest("run_dir=b")
-    assert len({digest(), digest("seed=1"), digest(lr=0.2)}) == 3
+@pytest.mark.parametrize("words", [("batch_size=${batch_size}",), ("steps=${epochs}", "epochs=${steps}")])
+def test_a_reference_that_contains_itself_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="recursive interpolation detected"):
+        settings(*words)

@@ -204,21 +204,6 @@ def test_a_model_that_torchvision_is_asked_for_by_name_comes_without_weights(
         instantiate({**node, "weights_backbone": "DEFAULT"}, "model")
 
 
-def test_a_builder_that_opens_a_connection_is_stopped_although_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "fetching.py").write_text(
-        "from urllib.request import urlopen\n\ndef build(url):\n    return urlopen(url)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    for url in ("http://nowhere.invalid/x", "http://127.0.0.1:9/x"):
-        with pytest.raises(ConfigError, match=r"would connect to .*; gpipe downloads nothing"):
-            instantiate({"_target_": "fetching.build", "url": url}, "model", ["fetching"])
-    with pytest.raises(OSError, match=r"refused|resolution|not known"):  # whatever is not a model may
-        instantiate({"_target_": "fetching.build", "url": "http://127.0.0.1:9/x"}, "data", ["fetching"])
-    sys.modules.pop("fetching")
-
-
 @pytest.mark.parametrize(
     "node",
     [
@@ -293,5 +278,5 @@ def test_models_of_transformers_and_timm_are_built_if_they_are_allowed() -> None
     resnet = {"_target_": "timm.create_model", "model_name": "test_resnet", "num_classes": 3}
     assert instantiate(resnet, "model", ["timm"]).fc.out_features == 3
     for node in (llama, resnet):
-        with pytest.raises(ConfigError, match=r"not allowed here; .* add allow=\["):
+        with pytest.raises(ConfigError, match=r"^add allow=\[.* not allowed here"):
             instantiate(node, "model", [])

@@ -67,7 +67,7 @@ def _save(path: Path, result: CaseResult, notes: dict[str, Any]) -> None:
     state = result.state
     (path / "numbers.json").write_text(json.dumps(state.numbers))
     for name in PARTS:
-        tensors = {key: tensor.detach().clone() for key, tensor in getattr(state, name).items()}
+        tensors = {key: tensor.detach().contiguous().clone() for key, tensor in getattr(state, name).items()}
         save_file(tensors, path / f"{name}.safetensors")
 
 

@@ -205,6 +205,68 @@ def large_inputs(rows: int) -> Task:
     return Task(model, 1000 * torch.randn(rows, 6), torch.randint(3, (rows,)), CrossEntropy())
 
 
+class Do(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.function(input)
+
+
+def _laid_out(*layers: nn.Module, rows: int) -> Task:
+    """The second partition of two begins after the second of these layers."""
+    model = nn.Sequential(nn.Identity(), *layers, nn.Flatten(), nn.LazyLinear(3))
+    model(torch.zeros(1, 19, 24))
+    return Task(model, torch.randn(rows, 19, 24), torch.randint(3, (rows,)), CrossEntropy())
+
+
+def _value(view: Callable[[Tensor], Tensor], layer: nn.Module, rows: int) -> Task:
+    """A view crosses, and the bits of the layer behind it depend on its strides."""
+    return _laid_out(nn.Linear(24, 24), Do(view), layer, rows=rows)
+
+
+def _gradient(function: Callable[[Tensor], Tensor], rows: int) -> Task:
+    """The gradient of the function crosses; torch sums that of the bias in the order of its memory."""
+    return _laid_out(nn.Identity(), nn.Linear(24, 24), Do(function), rows=rows)
+
+
+def transposed(rows: int) -> Task:
+    return _value(lambda input: input.transpose(1, 2), nn.LazyLinear(5), rows)
+
+
+def sliced(rows: int) -> Task:
+    """It has gaps, and does not begin at an aligned address."""
+    return _value(lambda input: input[:, 1:, 1:], nn.LazyLinear(5), rows)
+
+
+def expanded(rows: int) -> Task:
+    squared = Do(lambda input: input @ input.transpose(1, 2))
+    return _value(lambda input: input[:, :1].expand(-1, 7, -1), squared, rows)
+
+
+def transposed_gradient(rows: int) -> Task:
+    return _gradient(lambda input: input.transpose(1, 2), rows)
+
+
+def expanded_gradient(rows: int) -> Task:
+    return _gradient(lambda input: input.sum(2), rows)
+
+
+def channels_last(rows: int) -> Task:
+    layers = [
+        nn.Conv2d(5, 7, 3),
+        nn.BatchNorm2d(7),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(7, 9, 3),
+        nn.Tanh(),
+    ]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Conv2d(9, 3, 1), nn.Flatten(), nn.Identity())
+    input = torch.randn(rows, 5, 13, 13).contiguous(memory_format=torch.channels_last)
+    return Task(model.to(memory_format=torch.channels_last), input, torch.randint(3, (rows,)), CrossEntropy())
+
+
 class Failing(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         # Without values nothing is wrong with it, so that its shape can be told.
@@ -233,6 +295,12 @@ TASKS: dict[str, Callable[[int], Task]] = {
         normed_rows,
         frozen_norms,
         large_inputs,
+        transposed,
+        sliced,
+        expanded,
+        transposed_gradient,
+        expanded_gradient,
+        channels_last,
         failing,
     )
 }

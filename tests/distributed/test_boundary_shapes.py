@@ -33,7 +33,7 @@ def test_a_boundary_carries_the_value_and_the_skips_that_pass_it_but_no_skip_tha
             ((3, 6), torch.bool, False),
             ((3, 6), torch.float32, True),
         ]
-    assert fourth.template == SINGLE and fourth.skips == ()
+    assert fourth.template == SINGLE and fourth.skip_names == ()
 
 
 def test_inferring_boundaries_leaves_the_model_as_it_was() -> None:
@@ -50,7 +50,7 @@ def test_in_evaluation_nothing_needs_a_gradient_and_autocast_counts() -> None:
     sketch = ShapeInference(task.model, [4, 3], CPU)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         _, boundary = boundaries(sketch, task.input, training=False)
-    (kind,) = boundary.value
+    (kind,) = boundary.kinds
     assert (kind.shape, kind.dtype, kind.needs_grad) == ((4, 2, 6), torch.bfloat16, False)
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.models import huggingface, timm_families, torchvision_models
 from benchmarks.models.subject import Subject
-from gpipe_cli.config.compose import Request, compose_plain, settings_of
+from gpipe_cli.config.compose import Request, compose
 from gpipe_cli.models import amoebanetd, gpt
 from gpipe_cli.run.build import RunParts, build_parts
 from gpipe_cli.run.model import build_deferred
@@ -84,7 +83,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def parts_of(words: list[str], *, deferred: bool) -> RunParts:
     request = Request("train", tuple(words))
-    settings = settings_of(OmegaConf.create(compose_plain(request)[0]), "train", words)
+    settings = compose(request).settings
     return build_parts(settings, words, deferred=deferred, print_notes=False)
 
 

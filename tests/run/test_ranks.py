@@ -20,7 +20,7 @@ from gpipe_cli.run.job import Job, Rank
 from gpipe_cli.run.ranks import settings_for_rank
 from gpipe_cli.run.resume import load_resumed_run
 
-JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", None, json=True, dry_run=False)
+JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", False, json=True, dry_run=False)
 CPU = torch.device("cpu")
 
 

@@ -13,9 +13,9 @@ from gpipe_cli.run.saved_run import saved_config, with_overrides
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a: &a [*a]", "contains itself"),
-        (f"a: {'[' * 10**5}", "nested more than"),
-        (f"seed: {'9' * 400}", "a number of 400 digits"),
+        ("a: &a [*a]", "is a YAML alias"),
+        (f"a: {'[' * 10**4}", "nested more than"),
+        (f"seed: {'9' * 5000}", "Exceeds the limit"),
         ("- 1", "not a configuration"),
         (None, "not a regular file"),
     ],

@@ -27,7 +27,7 @@ from pathlib import Path
 from gpipe_cli.training import run_directory
 run_directory.time.strftime = lambda form: "20260101-120000"
 sys.stdin.readline()
-print(run_directory.make_run_directory(None, "train", "model", None))
+print(run_directory.make_run_directory(None, "train", "model"))
 """
 
 
@@ -80,7 +80,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_name_is_one_safe_component(tmp_path: Path, name: str) -> None:
-    path = make_run_directory(None, "train", name, None)
+    path = make_run_directory(None, "train", name)
     parts = path.parts
     assert parts[:2] == ("runs", "train") and len(parts) == 4
     assert path.resolve().is_relative_to(tmp_path / "runs" / "train")
@@ -95,26 +95,19 @@ def test_no_name_leaves_its_folder(name: str) -> None:
 
 
 def test_a_directory_that_was_asked_for_is_made_with_its_parents() -> None:
-    assert make_run_directory("a/b/c", "train", "model", None) == Path("a/b/c")
+    assert make_run_directory("a/b/c", "train", "model") == Path("a/b/c")
     assert Path("a/b/c").is_dir()
-
-
-def test_a_job_of_a_sweep_gets_a_numbered_folder() -> None:
-    assert make_run_directory("sweep", "train", "model", 3) == Path("sweep/3")
-    check_run_dir("sweep", 4)
-    with pytest.raises(ConfigError, match="run_dir=sweep: the directory exists and is not empty"):
-        check_run_dir("sweep", None)
 
 
 def test_an_empty_directory_is_taken_and_a_full_one_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "run.lock").touch()  # of a run that was killed before it wrote anything
-    assert make_run_directory("mine", "train", "model", None) == Path("mine")
+    assert make_run_directory("mine", "train", "model") == Path("mine")
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(
         ConfigError, match="run_dir=mine: the directory exists and is not empty; choose another one"
     ):
-        make_run_directory("mine", "train", "model", None)
+        make_run_directory("mine", "train", "model")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +125,7 @@ def test_what_can_be_no_directory_is_refused_before_anything_else(
 ) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=says):
-        check_run_dir(run_dir, None)
+        check_run_dir(run_dir)
 
 
 @pytest.mark.parametrize("run_dir", ["closed/run", None])
@@ -143,7 +136,7 @@ def test_a_place_that_cannot_be_written_to_is_a_matter_of_resources(
     (tmp_path / "closed").mkdir(mode=0o500)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ResourceError, match="is not writable"):
-        check_run_dir(run_dir, None)
+        check_run_dir(run_dir)
 
 
 @pytest.mark.skipif(
@@ -151,7 +144,7 @@ def test_a_place_that_cannot_be_written_to_is_a_matter_of_resources(
 )
 def test_not_even_root_can_write_to_a_read_only_file_system() -> None:
     with pytest.raises((ResourceError, ConfigError)):
-        make_run_directory("/proc/gpipe/run", "train", "model", None)
+        make_run_directory("/proc/gpipe/run", "train", "model")
 
 
 def test_json_is_written_for_people_too(tmp_path: Path) -> None:
