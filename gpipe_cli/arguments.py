@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from gpipe_cli.config.keys import known_keys
-from gpipe_cli.config.schema import GROUPS, SCHEMAS
-from gpipe_cli.config.words import ANY_CHARACTER, check_given_once, override_key
+from gpipe_cli.config.keys import hint_for_flag
+from gpipe_cli.config.schema import SCHEMAS
+from gpipe_cli.config.words import check_characters, check_given_once
 from gpipe_cli.errors import ConfigError, or_list
-from gpipe_cli.report.formatting import hidden_character, no_hidden
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 CFG_PARTS = ("job", "hydra", "all")
@@ -90,21 +89,14 @@ class Invocation:
     config_dir: str | None = None
     config_name: str | None = None
 
-    @property
-    def asks_hydra(self) -> bool:
-        """Whether Hydra itself answers, and nothing runs."""
-        return self.hydra_help or self.info is not None or self.cfg not in (None, "job")
-
 
 def flags_of(command: str) -> list[Flag]:
     return [flag for flag in FLAGS if not flag.commands or command in flag.commands]
 
 
 def parse(arguments: list[str], command: str = "train") -> Invocation:
-    # The words of a script are quoted in it, and `checks` judges those that name files.
-    for word in arguments if command != SCRIPT else ():
-        if override_key(word) not in ANY_CHARACTER and (hidden := hidden_character(word)):
-            raise ConfigError(f"{override_key(word)}: {no_hidden(hidden)}")
+    if command != SCRIPT:  # whose words are quoted in it, and `checks` judges those that name files
+        check_characters(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in flags_of(command):
         is_switch = flag.usage.endswith(flag.names[-1])
@@ -126,7 +118,7 @@ def parse(arguments: list[str], command: str = "train") -> Invocation:
         if word.startswith("-"):
             name = word.partition("=")[0]
             flags = [known for flag in flags_of(command) for known in flag.names]
-            cure = _key_for_flag(word, after, command) or or_list(name, flags)
+            cure = hint_for_flag(word, after, command) or or_list(name, flags)
             raise ConfigError(f"unknown flag {name}; {cure}")
     overrides = [*rest, *([] if by is None else [f"balance={by}"])]
     check_given_once(overrides)
@@ -135,18 +127,6 @@ def parse(arguments: list[str], command: str = "train") -> Invocation:
     invocation = Invocation(tuple(overrides), tuple(arguments), search, **values)
     _check_combinations(invocation)
     return invocation
-
-
-def _key_for_flag(word: str, after: str, command: str) -> str:
-    """`did you mean epochs=5?` for `--epochs 5`; empty if the command has no such key."""
-    flag, equals, value = word.lstrip("-").partition("=")
-    name = flag.replace("-", "_")
-    keys = known_keys(command) if command in SCHEMAS else ()
-    near = [key for key in keys if name in (key, key.partition(".")[0], key.rpartition(".")[2])]
-    if not near or len(name) < 2:
-        return ""
-    value = value if equals else after if after and "=" not in after and not after.startswith("-") else "..."
-    return f"did you mean {name if name in GROUPS else near[0]}={value}?"
 
 
 def parse_keys(words: Sequence[str], values: Mapping[str, str]) -> dict[str, str]:

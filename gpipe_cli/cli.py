@@ -109,7 +109,7 @@ def _configured(command: str, invocation: Invocation) -> int:
     if invocation.cfg == "job":
         print_config(request, invocation.package, resolve=invocation.resolve)
         return 0
-    if invocation.asks_hydra:
+    if invocation.cfg or invocation.info or invocation.hydra_help:
         ask_hydra(request, invocation)
         return 0
     began = _job_start()

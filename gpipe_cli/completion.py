@@ -73,7 +73,10 @@ def _candidates(line: str) -> list[str]:
     if command == "cp" and not earlier and last.startswith("run/"):
         return _paths("run/", last.removeprefix("run/"), ())
     if command == "cp" and not earlier:
-        options = (f"{topic}/{option.name}" for topic in TOPICS for option in list_options(topic))
+        topics = {**{topic: topic for topic in TOPICS}, "recipe": "recipes"}
+        options = (
+            f"{name}/{option.name}" for name, topic in topics.items() for option in list_options(topic)
+        )
         return _starting_with(last, ("run/", *options))
     if command not in SCHEMAS or (command in ("cp", "report", "runs") and not last):
         return []  # so that the shell offers its files

@@ -88,7 +88,7 @@ def command_help(name: str, invocation: Invocation = NO_WORDS) -> str:
     ]
     shown = [_section(title, rows) for title, rows in found if rows]
     if search and not shown:
-        names = [re.split(r"[=, ]", left)[-1] for rows in sections.values() for left in rows]
+        names = [name for rows in sections.values() for left in rows for name in re.split("[=, ]", left)]
         hint = did_you_mean(search, names) or f"see `gpipe {name} --help`"
         raise ConfigError(f"nothing in the help of gpipe {name} matches '{search}'; {hint}")
     usage = textwrap.wrap(f"Usage: {command.usage}", WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False)

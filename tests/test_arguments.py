@@ -57,7 +57,6 @@ def test_a_flag_without_its_value_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("-m --run", "--multirun and --run exclude each other"),
         ("-m --cfg job", "--multirun and --cfg exclude each other"),
         ("--cfg jop", "--cfg jop: did you mean 'job'?"),
         ("--resolve", "--resolve needs --cfg"),
@@ -71,10 +70,23 @@ def test_flags_that_do_not_go_together_are_refused(words: str, says: str) -> Non
 
 
 def test_a_command_without_a_configuration_takes_few_flags() -> None:
-    assert parse(["models", "--json"], configured=False).json
+    assert parse(["models", "--json"], "ls").json
     for flag in ("--dry-run", "-m", "--cfg", "--config-dir", "--by"):
         with pytest.raises(ConfigError, match=f"unknown flag {flag}; choose one of: --debug, --help, --json"):
-            parse([flag, "x"], configured=False)
+            parse([flag, "x"], "ls")
+
+
+def test_a_flag_that_a_command_would_ignore_is_refused() -> None:
+    """gpipe balance --dry-run measured the layers as without it."""
+    assert parse(["--dry-run"], "profile").dry_run
+    with pytest.raises(ConfigError, match="unknown flag --dry-run; "):
+        parse(["--dry-run"], "balance")
+
+
+def test_the_words_after_help_are_searched_for() -> None:
+    assert parse(["model=hf", "--help", "learning", "rate"]).search == "learning rate"
+    assert parse(["-h", "--json", "lr", "model=hf"]).search == "lr"
+    assert parse(["folder", "--help"], "runs").search == ""
 
 
 @pytest.mark.parametrize(
@@ -94,4 +106,4 @@ def test_a_command_without_a_configuration_takes_few_flags() -> None:
 def test_a_key_written_as_a_flag_is_answered_with_the_word_to_type(words: str, cure: str) -> None:
     name = words.split()[0].partition("=")[0]
     with pytest.raises(ConfigError, match=re.escape(f"unknown flag {name}; {cure}")):
-        parse(words.split(), command="train")
+        parse(words.split(), "train")

@@ -49,7 +49,7 @@ class Option:
     def notes(self, name: str) -> list[str]:
         """The comments `# name: text`; one that ends in a backslash goes on in the next line."""
         text = self.path.read_text(encoding="utf-8")
-        found = re.findall(rf"^# {name}: (.*(?:\\\n.*)*)$", text, flags=re.MULTILINE)
+        found = re.findall(rf"^# {name}: ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
         return [note.replace("\n# ", "\n") for note in found]
 
     @property
@@ -226,6 +226,18 @@ def hint_for_unknown(key: str, command: str) -> str:
     if others:
         return f"gpipe {command} does not have it; it belongs to gpipe {', '.join(others)}"
     return f"see `gpipe {command} --help` for every key"
+
+
+def hint_for_flag(word: str, after: str, command: str) -> str:
+    """`did you mean epochs=5?` for `--epochs 5`; empty if the command has no such key."""
+    flag, equals, value = word.lstrip("-").partition("=")
+    name = flag.replace("-", "_")
+    keys = known_keys(command) if command in SCHEMAS else ()
+    near = [key for key in keys if name in (key, key.partition(".")[0], key.rpartition(".")[2])]
+    if not near or len(name) < 2:
+        return ""
+    value = value if equals else after if after and "=" not in after and not after.startswith("-") else "..."
+    return f"did you mean {name if name in GROUPS else near[0]}={value}?"
 
 
 @cache
