@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.config.keys import hint_for_flag
-from gpipe_cli.config.schema import SCHEMAS
+from gpipe_cli.config.keys import hint_for_flag, with_keys
+from gpipe_cli.config.schema import SCHEMAS, SWEPT, WITH_MODEL
 from gpipe_cli.config.words import check_characters, check_given_once
 from gpipe_cli.errors import ConfigError, or_list
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 CFG_PARTS = ("job", "hydra", "all")
-SCRIPT = "launch-script"
+DRY_RUN = ("train", "eval", "predict", "generate", "profile", "plan")
 HYDRA = tuple(SCHEMAS)
-BUILD = tuple(name for name, schema in SCHEMAS.items() if "model" in schema.__dataclass_fields__)
-"""The commands that build a model."""
 
 
 @final
@@ -41,21 +38,17 @@ class Flag:
 # Hydra's `--experimental-rerun` is missing on purpose: it loads a pickle.
 FLAGS = (
     Flag("--help, -h", "show this help; with a word after it, only what matches it"),
-    Flag("--by X", "balance by X; short for balance=X", BUILD),
+    Flag("--by X", "balance by X; short for balance=X", WITH_MODEL),
     Flag("--json", "print the result as one JSON document on stdout"),
-    Flag(
-        "--dry-run",
-        "check everything, show partitions and memory, run nothing",
-        tuple({*BUILD} - {"balance"}),
-    ),
+    Flag("--dry-run", "check everything, show partitions and memory, train nothing", DRY_RUN),
     Flag("--debug", "show the full traceback of an error"),
-    Flag("-m, --multirun", "run a sweep: every combination of comma-separated values", BUILD),
+    Flag("-m, --multirun", "run a sweep: every combination of comma-separated values", SWEPT),
     Flag("-c, --cfg job", "print the composed configuration: job, hydra or all", HYDRA),
     Flag("--resolve", "with --cfg: fill in ${...}", HYDRA),
     Flag("-p, --package P", "with --cfg: print only this part of it", HYDRA),
     Flag("-i, --info X", f"print what Hydra knows: {', '.join(INFO_TOPICS)}", HYDRA),
-    Flag("-cd, --config-dir D", "search this folder for options of your own too", (*HYDRA, SCRIPT)),
-    Flag("-cn, --config-name N", "start from N.yaml in --config-dir instead", (*HYDRA, SCRIPT)),
+    Flag("-cd, --config-dir D", "search this folder for options of your own too", WITH_MODEL),
+    Flag("-cn, --config-name N", "start from N.yaml in --config-dir instead", WITH_MODEL),
     Flag("--hydra-help", "show Hydra's own flags", HYDRA),
     Flag("--watch", "refresh the table on the terminal until Ctrl-C", ("runs",)),
     Flag("--version, -V", "print the version of gpipe"),
@@ -67,12 +60,11 @@ FLAGS = (
 class Invocation:
     """One parsed command line.
 
-    words: the overrides, or the arguments of a command without a configuration. typed: everything after the command.
+    words: the overrides, or the arguments of a command without a configuration.
     search: the words after --help, which say what to show of it.
     """
 
     words: tuple[str, ...] = ()
-    typed: tuple[str, ...] = field(default=(), compare=False)
     search: str = ""
     help: bool = False
     version: bool = False
@@ -82,7 +74,6 @@ class Invocation:
     multirun: bool = False
     hydra_help: bool = False
     resolve: bool = False
-    watch: bool = False
     cfg: str | None = None
     info: str | None = None
     package: str | None = None
@@ -95,7 +86,7 @@ def flags_of(command: str) -> list[Flag]:
 
 
 def parse(arguments: list[str], command: str = "train") -> Invocation:
-    if command != SCRIPT:  # whose words are quoted in it, and `checks` judges those that name files
+    if command != "launch-script":  # whose words are quoted in it, and `checks` judges those that name files
         check_characters(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in flags_of(command):
@@ -113,33 +104,22 @@ def parse(arguments: list[str], command: str = "train") -> Invocation:
         takes = "needs a value" if "expected" in error.message else "takes no value"
         raise ConfigError(f"{flag_name} {takes}") from error
     values = vars(namespace)
-    by = values.pop("by", None)
+    short = {"balance": values.pop("by", None), "watch": "true" if values.pop("watch", False) else None}
     for word, after in zip(rest, [*rest, ""][1:], strict=True):
         if word.startswith("-"):
             name = word.partition("=")[0]
             flags = [known for flag in flags_of(command) for known in flag.names]
-            cure = hint_for_flag(word, after, command) or or_list(name, flags)
-            raise ConfigError(f"unknown flag {name}; {cure}")
-    overrides = [*rest, *([] if by is None else [f"balance={by}"])]
+            takers = ", ".join(taker for flag in FLAGS if name in flag.names for taker in flag.commands)
+            cure = f"it belongs to gpipe {takers}" if takers else or_list(name, flags)
+            raise ConfigError(f"unknown flag {name}; {hint_for_flag(word, after, command) or cure}")
+    overrides = with_keys(rest, command)
+    overrides += [f"{key}={value}" for key, value in short.items() if value]
     check_given_once(overrides)
     asked = next((at for at, word in enumerate(arguments) if word in ("--help", "-h")), len(arguments))
     search = " ".join(word for word in arguments[asked:] if word in rest and "=" not in word)
-    invocation = Invocation(tuple(overrides), tuple(arguments), search, **values)
+    invocation = Invocation(tuple(overrides), search, **values)
     _check_combinations(invocation)
     return invocation
-
-
-def parse_keys(words: Sequence[str], values: Mapping[str, str]) -> dict[str, str]:
-    """The `key=value` words of a command without a configuration; `values` says what each key takes."""
-    given: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key not in values:
-            raise ConfigError(f"unknown key '{key}'; {or_list(key, values)}")
-        if not equals or not value:
-            raise ConfigError(f"{key}: give {key}=<{values[key]}>")
-        given[key] = value
-    return given
 
 
 def _check_combinations(invocation: Invocation) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from gpipe_cli import __version__
 from gpipe_cli.arguments import Invocation, parse
 from gpipe_cli.completion import complete
-from gpipe_cli.config.schema import SCHEMAS
+from gpipe_cli.config.schema import SCHEMAS, SWEPT
 from gpipe_cli.config.words import override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, is_long_name, or_list
 from gpipe_cli.help import COMMANDS, command_help, overview
@@ -85,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
         return _say(command_help(command, invocation))
     if command in SCHEMAS:
         return _configured(command, invocation)
-    module = importlib.import_module(f"gpipe_cli.commands.{command.replace('-', '_')}")
+    module = importlib.import_module(f"gpipe_cli.commands.{command}")
     with stop_immediately():
         module.run(invocation)
     return 0
@@ -113,10 +113,15 @@ def _configured(command: str, invocation: Invocation) -> int:
         ask_hydra(request, invocation)
         return 0
     began = _job_start()
-    if invocation.multirun or any(map(sets_hydra, invocation.words)):
+    if invocation.multirun or (command in SWEPT and any(map(sets_hydra, invocation.words))):
         return run_with_hydra(request, invocation, began)
     summary = run_job(
-        request, compose(request), json=invocation.json, dry_run=invocation.dry_run, began=began
+        request,
+        compose(request),
+        json=invocation.json,
+        dry_run=invocation.dry_run,
+        debug=invocation.debug,
+        began=began,
     )
     if invocation.json:
         sys.stdout.write(f"{json.dumps(summary)}\n")

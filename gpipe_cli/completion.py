@@ -29,9 +29,9 @@ TASKS = ("install", "uninstall", "query")
 REMOVE = {"bash": "complete -r gpipe", "zsh": "compdef -d gpipe", "fish": "complete -c gpipe -e"}
 PATH_KEYS: dict[str, tuple[str, ...] | None] = {
     "config": (".yaml", ".yml"),
-    **dict.fromkeys(("data.root", "model.path", "resume", "run", "run_dir", "snapshot"), ()),
+    **dict.fromkeys(("data.root", "folder", "model.path", "resume", "run", "run_dir", "snapshot"), ()),
     **dict.fromkeys(("model.weights", "weights"), (".safetensors", ".pth", ".pt", ".bin")),
-    **dict.fromkeys(("data.path", "data.tokenizer", "input", "out"), None),
+    **dict.fromkeys(("data.path", "data.tokenizer", "input", "out", "page", "schedule.path", "target"), None),
 }
 """Keys whose value is a path, each with the suffixes of its files: none for a directory, None for any file."""
 MOST_PATHS = 1000
@@ -69,7 +69,7 @@ def _candidates(line: str) -> list[str]:
     if command == "ls":
         return _starting_with(last, sorted({*TOPICS, *PLURALS}))
     if command == "launch-script" and not earlier:
-        return _starting_with(last, ("slurm", "torchrun"))
+        return _starting_with(last, CHOICES["kind"])
     if command == "cp" and not earlier and last.startswith("run/"):
         return _paths("run/", last.removeprefix("run/"), ())
     if command == "cp" and not earlier:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import final
 
 from gpipe_cli.arguments import Invocation, flags_of
+from gpipe_cli.config.fields import FIRST, ConfigKey
 from gpipe_cli.config.keys import Option, conf_dir, key_table, list_options
-from gpipe_cli.config.schema import FIRST, SCHEMAS, ConfigKey
+from gpipe_cli.config.schema import SCHEMAS, ModelConfig
+from gpipe_cli.config.words import SCALE_KEY
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
 WIDTH = 80
@@ -61,8 +63,7 @@ PLAIN = {
     ),
 }
 """The commands without a file in conf/; the header of that file describes each of the others."""
-_SCRIPT_TO_CP = ("launch-script", "check", "report", "runs", "export", "cp")
-COMMANDS = tuple(dict.fromkeys((*SCHEMAS, *_SCRIPT_TO_CP, *PLAIN)))
+COMMANDS = (*SCHEMAS, *PLAIN)
 
 
 def about(name: str) -> Command:
@@ -101,7 +102,11 @@ def _keys(command: str, invocation: Invocation) -> dict[str, dict[str, str]]:
     """The groups, then the keys under their headings."""
     groups, first = "Groups (group=option; * is chosen)", f"{FIRST} (key=default)"
     sections: dict[str, dict[str, str]] = {groups: {}, first: {}}
-    for row in key_table(command, invocation.words):
+    own, shared = SCHEMAS[command].__annotations__, ("config", SCALE_KEY, *ModelConfig.__annotations__)
+    table = key_table(command, invocation.words)
+    # Of the first keys, those of this command alone come before those of similar commands and of all.
+    table.sort(key=lambda row: row.heading == FIRST and 1 + (row.key in shared) - (row.key in own))
+    for row in table:
         if row.type == "group":
             sections[groups] |= _group(row, invocation)
             continue

@@ -6,6 +6,7 @@ import gc
 import importlib
 import shlex
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NoReturn
 
@@ -21,10 +22,19 @@ from gpipe_cli.training.signals import stop_immediately
 
 MEASURING_COMMANDS = ("balance", "profile", "plan")
 """They print their result after seconds or minutes; the user should see at once that they have begun."""
+WITHOUT_TORCH = ("launch-script", "report", "runs", "cp")
+"""They read and write files, and do so at once: importing torch takes seconds."""
 
 
 def run_job(
-    request: Request, config: JobConfig, *, json: bool, dry_run: bool, began: float, in_sweep: bool = False
+    request: Request,
+    config: JobConfig,
+    *,
+    json: bool,
+    dry_run: bool,
+    began: float,
+    debug: bool = False,
+    in_sweep: bool = False,
 ) -> Summary:
     """began: when the command did, by the monotonic clock; in_sweep: whether somebody else prints the results."""
     job = Job(
@@ -36,16 +46,15 @@ def run_job(
         in_sweep=in_sweep,
         json=json,
         dry_run=dry_run,
+        debug=debug,
         began=began,
     )
     if request.command in MEASURING_COMMANDS and not in_sweep:
         print_status("importing torch and building the model")
     # Commands import torch. Composing, printing and rejecting a configuration must not wait for that.
-    with report_out_of_memory():
-        from gpipe_cli.torch_internals.deferred_compiler import deferred_compiler
-    with deferred_compiler():
+    with nullcontext() if request.command in WITHOUT_TORCH else _torch():
         with report_out_of_memory():
-            command = importlib.import_module(f"gpipe_cli.commands.{request.command}")
+            command = importlib.import_module(f"gpipe_cli.commands.{request.command.replace('-', '_')}")
         if not gc.isenabled():  # __main__ disabled it for the imports
             # Imported modules live until the end, so exclude them from every later collection.
             gc.freeze()
@@ -55,6 +64,13 @@ def run_job(
                 print_status(note)
             summary: Summary = command.run(config.settings, job)
     return summary
+
+
+def _torch() -> AbstractContextManager[None]:
+    """Import torch, and load its compiler inside only if something uses it."""
+    with report_out_of_memory():
+        from gpipe_cli.torch_internals.deferred_compiler import deferred_compiler
+    return deferred_compiler()
 
 
 def command_line(request: Request, words: Sequence[str]) -> str:

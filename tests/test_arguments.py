@@ -69,24 +69,47 @@ def test_flags_that_do_not_go_together_are_refused(words: str, says: str) -> Non
         parse(words.split())
 
 
-def test_a_command_without_a_configuration_takes_few_flags() -> None:
-    assert parse(["models", "--json"], "ls").json
-    for flag in ("--dry-run", "-m", "--cfg", "--config-dir", "--by"):
-        with pytest.raises(ConfigError, match=f"unknown flag {flag}; choose one of: --debug, --help, --json"):
-            parse([flag, "x"], "ls")
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        ("ls", "--dry-run -m --cfg --config-dir --by --watch"),
+        ("report", "--dry-run -m --config-dir --by --watch"),
+        ("launch-script", "--dry-run -m --watch"),
+        ("balance", "--dry-run --watch"),
+        ("train", "--watch"),
+    ],
+)
+def test_a_command_takes_only_the_flags_that_it_uses(command: str, flags: str) -> None:
+    """`gpipe balance --dry-run` was accepted, and balanced."""
+    assert parse(["--json"], command=command).json
+    for flag in flags.split():
+        with pytest.raises(ConfigError, match=f"unknown flag {flag}; it belongs to gpipe"):
+            parse([flag, "x"], command=command)
 
 
-def test_a_flag_that_a_command_would_ignore_is_refused() -> None:
-    """gpipe balance --dry-run measured the layers as without it."""
-    assert parse(["--dry-run"], "profile").dry_run
-    with pytest.raises(ConfigError, match="unknown flag --dry-run; "):
-        parse(["--dry-run"], "balance")
+@pytest.mark.parametrize(
+    ("command", "words", "keys"),
+    [
+        ("report", ["a", "b c"], ["run=['a','b c']"]),
+        ("report", ["out=x.html", "run=a", "it's"], ["out=x.html", "run=['a','it\\'s']"]),
+        ("report", ["run=[a,b]"], ["run=[a,b]"]),
+        ("runs", ["./a=b", "--watch"], ["folder='./a=b'", "watch=true"]),
+        ("runs", ["a=b"], ["a=b"]),
+        ("cp", ["recipe/a", "b.yaml"], ["source='recipe/a'", "target='b.yaml'"]),
+        ("cp", ["recipe/a", "b.yaml", "c"], ["source='recipe/a'", "target='b.yaml'", "c"]),
+        ("launch-script", ["slurm", "~model.weights"], ["~model.weights", "kind='slurm'"]),
+        ("train", ["slurm"], ["slurm"]),
+    ],
+)
+def test_words_without_a_key_get_that_of_their_place(command: str, words: list[str], keys: list[str]) -> None:
+    assert parse(words, command=command).words == tuple(keys)
 
 
 def test_the_words_after_help_are_searched_for() -> None:
     assert parse(["model=hf", "--help", "learning", "rate"]).search == "learning rate"
     assert parse(["-h", "--json", "lr", "model=hf"]).search == "lr"
-    assert parse(["folder", "--help"], "runs").search == ""
+    assert parse(["folder", "--help"], command="runs").search == ""
+    assert parse(["--help", "watch"], command="runs").search == "watch"
 
 
 @pytest.mark.parametrize(
@@ -106,4 +129,4 @@ def test_the_words_after_help_are_searched_for() -> None:
 def test_a_key_written_as_a_flag_is_answered_with_the_word_to_type(words: str, cure: str) -> None:
     name = words.split()[0].partition("=")[0]
     with pytest.raises(ConfigError, match=re.escape(f"unknown flag {name}; {cure}")):
-        parse(words.split(), "train")
+        parse(words.split(), command="train")

@@ -22,8 +22,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from gpipe_cli.cli import main
+from gpipe_cli.config.fields import config_keys
 from gpipe_cli.config.keys import list_options
-from gpipe_cli.config.schema import GROUPS, SCHEMAS, config_keys
+from gpipe_cli.config.schema import GROUPS, SCHEMAS
 from make_docs.__main__ import DOCS
 from make_docs.__main__ import PAGES as GENERATED
 

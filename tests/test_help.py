@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.arguments import FLAGS, parse
 from gpipe_cli.config.compose import Request, compose_tree
+from gpipe_cli.config.fields import FIRST, config_keys
 from gpipe_cli.config.keys import chosen_options, default_options, key_table, list_options
-from gpipe_cli.config.schema import FIRST, GROUPS, NO_EFFECT, SCHEMAS, config_keys
+from gpipe_cli.config.schema import GROUPS, NO_EFFECT, SCHEMAS
 from gpipe_cli.engines.protocol import engine_traits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS, about, command_help, overview
@@ -103,6 +104,20 @@ def test_the_keys_that_matter_most_come_first_and_the_rest_under_headings() -> N
     first = text.partition(f"{FIRST} (key=default):\n")[2].partition("\n\n")[0]
     assert {"chunks", "batch_size", "epochs", "devices", "partitions", "resume"} < set(rows(first))
     assert "seed" not in rows(first)
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("train", ["epochs", "steps", "resume", "config"]),
+        ("eval", ["split", "seed", "run", "at", "snapshot", "weights", "config", "chunks"]),
+        ("launch-script", ["time_limit", "kind", "nodes", "hosts"]),
+        ("runs", ["folder", "watch", "config"]),
+    ],
+)
+def test_the_commands_own_keys_come_before_those_of_all(command: str, keys: list[str]) -> None:
+    first = command_help(command).partition(f"{FIRST} (key=default):\n")[2].partition("\n\n")[0]
+    assert rows(first)[: len(keys)] == keys
 
 
 def test_recipes_are_shown_where_they_can_be_used() -> None:

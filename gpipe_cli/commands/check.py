@@ -6,25 +6,24 @@ Writes check.json, env.json and report.html to a directory of its own.
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gpipe_cli.accelerator.devices import default_partitions, resolve_devices
-from gpipe_cli.arguments import Invocation, parse_keys
 from gpipe_cli.check.bits import check_bits
 from gpipe_cli.check.devices import check_counters, check_devices, check_links
 from gpipe_cli.check.ranks import check_races, check_ranks
 from gpipe_cli.check.row import Check, Machine, Row, Verdict, run_check, worst
 from gpipe_cli.check.speed import check_overlap, check_speed
-from gpipe_cli.errors import ConfigError, GpipeError
+from gpipe_cli.config.schema import CheckConfig
+from gpipe_cli.errors import GpipeError
 from gpipe_cli.report.environment import environment
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE
 from gpipe_cli.report.tables import print_check_rows, print_facts
+from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.summary import write_report
 from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
 
@@ -39,54 +38,41 @@ CHECKS: dict[str, Check] = {
     "ranks": check_ranks,
 }
 """In this order: a row explains those below it."""
-KEYS = {"devices": "devices", "run_dir": "directory"}
-MOST_DEVICES = 1024
 
 
-def run(invocation: Invocation) -> None:
-    keys = parse_keys(invocation.words, KEYS)
-    devices = _parse_devices(keys.get("devices", "auto"))
-    machine = Machine.of(resolve_devices(devices, default_partitions(devices)))
-    check_run_dir(keys.get("run_dir"))
+def run(settings: CheckConfig, job: Job) -> Summary:
+    machine = Machine.of(resolve_devices(settings.devices, default_partitions(settings.devices)))
+    check_run_dir(settings.run_dir)
 
     began = time.monotonic()
     rows: list[Row] = []
     for name, check in CHECKS.items():
         print_status(f"checking {name}")
-        rows += run_check(name, check, machine, debug=invocation.debug)
+        rows += run_check(name, check, machine, debug=job.debug)
     summary: dict[str, Any] = {
         "verdict": str(worst(row.verdict for row in rows)),
         "devices": [str(device) for device in machine.workers],
         "rows": [row.facts() for row in rows],
         "seconds": time.monotonic() - began,
-        "command": shlex.join(["gpipe", "check", *invocation.words]),
+        "command": job.line,
     }
 
-    directory = make_run_directory(keys.get("run_dir"), "check", machine.workers[0].type)
+    directory = make_run_directory(settings.run_dir, "check", machine.workers[0].type)
     facts = environment()
     write_json(directory / "env.json", facts)
     write_json(directory / "check.json", summary)
     write_report(directory)
-    if invocation.json:
-        sys.stdout.write(f"{json.dumps({**summary, 'environment': facts, 'run_dir': str(directory)})}\n")
-    else:
+    document = {**summary, "environment": facts, "run_dir": str(directory)}
+    if job.shows_result:
         _print(summary, facts, directory)
-    _raise_problems(rows)
-
-
-def _parse_devices(text: str) -> str | int | list[str | int]:
-    """The value of `devices` as the other commands take it."""
-    if text == "auto":
-        return text
-    if text.isdecimal() and 1 <= int(text) <= MOST_DEVICES:
-        return int(text)
-    names = [name.strip(" '\"") for name in text[1:-1].split(",")]
-    if (text[0], text[-1]) != ("[", "]") or not all(names) or len(names) > MOST_DEVICES:
-        raise ConfigError(
-            f"devices={text}: must be auto, a number of devices from 1 to {MOST_DEVICES}, or a list such as [cpu,cpu] "
-            "or [cuda:0,cuda:1]"
+    if problems := [row.name for row in rows if row.verdict is Verdict.PROBLEM]:
+        if job.json:
+            sys.stdout.write(f"{json.dumps(document)}\n")
+        raise GpipeError(
+            f"{len(problems)} of {len(rows)} rows report a problem: {', '.join(problems)}; "
+            "each row says what to do"
         )
-    return [int(name) if name.isdecimal() else name for name in names]
+    return document
 
 
 def _print(summary: dict[str, Any], facts: dict[str, Any], directory: Path) -> None:
@@ -96,12 +82,3 @@ def _print(summary: dict[str, Any], facts: dict[str, Any], directory: Path) -> N
     }
     files = {"run_dir": str(directory), "report": str(directory / PAGE)}
     print_facts("", {**versions, "seconds": summary["seconds"], **files})
-
-
-def _raise_problems(rows: Sequence[Row]) -> None:
-    problems = [row.name for row in rows if row.verdict is Verdict.PROBLEM]
-    if problems:
-        raise GpipeError(
-            f"{len(problems)} of {len(rows)} rows report a problem: {', '.join(problems)}; "
-            "each row says what to do"
-        )

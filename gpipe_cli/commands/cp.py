@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,21 +9,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.arguments import Invocation
 from gpipe_cli.commands.ls import topic_of
+from gpipe_cli.config.config_file import (
+    LAUNCH_KEYS,
+    OPTION,
+    drop_removed_keys,
+    is_saved,
+    recorded_words,
+    saved_command,
+)
+from gpipe_cli.config.files import dump_mapping, load_mapping
 from gpipe_cli.config.keys import Option, chosen_options, list_options
-from gpipe_cli.config.schema import SCHEMAS
+from gpipe_cli.config.schema import SCHEMAS, CpConfig
 from gpipe_cli.errors import ConfigError, ResourceError, RunError, or_list
 from gpipe_cli.report.formatting import one_line
+from gpipe_cli.run.job import Job, Summary
 
 RUN = "run/"
 """What comes before the directory of a run, as a group does before an option."""
 
 
-def run(invocation: Invocation) -> None:
-    if len(invocation.words) != 2:
-        raise ConfigError("give what to copy and the new file: gpipe cp recipe/digits conf/recipes/mine.yaml")
-    what, where = invocation.words
+def run(settings: CpConfig, job: Job) -> Summary:
+    what, where = str(settings.source), str(settings.target)
     run = _run_directory(what)
     if run is not None:
         facts = _copy_run(run, Path(where))
@@ -32,11 +38,9 @@ def run(invocation: Invocation) -> None:
         topic, option = _find_option(what)
         target = _write(option.path.read_bytes(), _target(Path(where), option.path.name))
         facts = {"from": f"{topic}/{option.name}", "to": str(target), "use": _use(topic, target)}
-    if invocation.json:
-        sys.stdout.write(f"{json.dumps(facts)}\n")
-        return
-    for name, value in facts.items():
+    for name, value in facts.items() if job.shows_result else ():
         sys.stdout.write(f"{name:<5} {value}\n")
+    return facts
 
 
 def _find_option(what: str) -> tuple[str, Option]:
@@ -62,16 +66,13 @@ def _run_directory(what: str) -> Path | None:
 
 def _copy_run(run: Path, where: Path) -> dict[str, str]:
     """Write what a run was started with as a file for `config=`: its options, and the keys that are not the default."""
-    # These import OmegaConf, which takes time.
-    from gpipe_cli.config.config_file import is_saved, recorded_words, saved_command
-    from gpipe_cli.config.files import dump_mapping, load_mapping
-
     source = run / "config.yaml"
     if not source.is_file():
         raise RunError(f"{RUN}{run}: not a run directory: it has no config.yaml")
     saved = load_mapping(source)
     if not is_saved(saved):
         raise RunError(f"{source}: not the configuration of a run")
+    drop_removed_keys(saved)
     command = saved_command(saved)
     target = _target(where, f"{run.resolve().name}.yaml")
     use = ["gpipe", command, f"config={target}"]
@@ -88,9 +89,6 @@ def _copy_run(run: Path, where: Path) -> dict[str, str]:
 
 def readable(saved: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """A saved configuration for people to change: without defaults, and with the options that the words chose."""
-    from gpipe_cli.config.config_file import LAUNCH_KEYS, OPTION, saved_command
-    from gpipe_cli.config.files import load_mapping
-
     command = saved_command(saved)
     options = chosen_options(command, words)
     defaults = asdict(SCHEMAS[command]())

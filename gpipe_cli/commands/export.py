@@ -3,62 +3,44 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.arguments import Invocation, parse_keys
-from gpipe_cli.errors import ConfigError, ResourceError, or_list
+from gpipe_cli.config.schema import ExportConfig
+from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.base_weights import base_of_snapshot
 from gpipe_cli.run.export import hf_directory
 from gpipe_cli.run.inference_spec import METADATA_KEY, SPEC_FILE, spec_of_run
-from gpipe_cli.run.saved_run import AT, choose_snapshot
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.saved_run import choose_snapshot
 from gpipe_cli.training.snapshot.contents import decode_tensors
 from gpipe_cli.training.snapshot.durable import write_file
 from gpipe_cli.training.snapshot.file_names import MODEL
 from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot, first_valid_snapshot, run_directory_of
 from gpipe_cli.training.snapshot.tensors import encode
 
-KEYS = {"run": "directory", "at": "best|last", "snapshot": "directory", "out": "file", "format": "format"}
+FORMATS = {"hf": hf_directory.write, "peft": hf_directory.write_adapter}
+"""The formats that are directories."""
 
 
-def run(invocation: Invocation) -> None:
-    formats = {"safetensors": _write_file, "hf": hf_directory.write, "peft": hf_directory.write_adapter}
-    keys = _parse(invocation.words)
-    name = keys.get("format", "safetensors")
-    if name not in formats:
-        raise ConfigError(f"format={name}: must be one of: {', '.join(formats)}")
-    if name != "safetensors" and "out" not in keys:
-        raise ConfigError(f"format={name}: writes a directory; give out=<directory>")
-    out = Path(keys.get("out", MODEL))
+def run(settings: ExportConfig, job: Job) -> Summary:
+    out = Path(settings.out or MODEL)
     if os.path.lexists(out):
         raise ConfigError(f"out={out}: exists; give another name, or remove it")
-    key = "snapshot" if "snapshot" in keys else "run"
-    search = partial(first_valid_snapshot, wanted=(MODEL,) if name == "safetensors" else ())
-    chosen = choose_snapshot(key, keys[key], keys.get("at"), search)
-    snapshot = chosen.verified
-    facts = {"out": str(out), **formats[name](snapshot, out), "snapshot": str(snapshot.path)}
+    key, value = ("run", settings.run) if settings.snapshot is None else ("snapshot", settings.snapshot)
+    assert value is not None, "the configuration was checked"
+    search = partial(first_valid_snapshot, wanted=() if settings.format in FORMATS else (MODEL,))
+    chosen = choose_snapshot(key, value, settings.at, search)
+    write = FORMATS.get(settings.format, _write_file)
+    facts = {"out": str(out), **write(chosen.verified, out), "snapshot": str(chosen.verified.path)}
     print_status(chosen.reason)
-    if invocation.json:
-        sys.stdout.write(f"{json.dumps(facts)}\n")
-    else:
+    if job.shows_result:
         print_facts("", facts)
-
-
-def _parse(words: tuple[str, ...]) -> dict[str, str]:
-    given = parse_keys(words, KEYS)
-    if ("run" in given) == ("snapshot" in given):
-        raise ConfigError("give either run=<directory> or snapshot=<directory>")
-    if "at" in given and "snapshot" in given:
-        raise ConfigError(f"at={given['at']}: chooses among the snapshots of run=...; leave it out")
-    if given.get("at", AT[0]) not in AT:
-        raise ConfigError(f"at={given['at']}: {or_list(given['at'], AT)}")
-    return given
+    return facts
 
 
 def _write_file(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:

@@ -7,76 +7,68 @@ quoted for the shell, and comments are kept on one line, so that no value runs a
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 from gpipe_cli import launch
-from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.checks import AT_MOST, check
-from gpipe_cli.config.compose import Request, compose
-from gpipe_cli.config.keys import known_keys
-from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.config.words import override_group, override_key, without_keys
-from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.config.checks import MOST_RANKS, check
+from gpipe_cli.config.schema import LaunchScriptConfig
+from gpipe_cli.config.words import sets_key, without_keys
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.formatting import one_line
-from gpipe_cli.report.output import print_status
+from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.schedule.own_orders import may_share_devices
 from gpipe_cli.values import parse_duration
 
-NAME = "launch-script"
 KINDS = {
     "slurm": ("nodes", "gpus_per_node", "ranks_per_node", "cpus_per_node", "requeue", "port"),
     "torchrun": ("hosts", "gpus_per_node", "ranks_per_node", "port"),
 }
 """The keys of each kind of script, besides those of `gpipe train`."""
-ENGINE = "gpipe_cli.engines.processes.build"
-SHORTEST_SECONDS = 300
+OWN_KEYS = tuple(dict.fromkeys(("kind", *KINDS["slurm"], *KINDS["torchrun"])))
 LARGEST_MARGIN, SMALLEST_MARGIN = 600, 60
 """Seconds before the end of a Slurm job at which gpipe stops."""
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
-def run(invocation: Invocation) -> None:
-    kind, *words = invocation.words or ("",)
-    if kind not in KINDS:
-        raise ConfigError(f"give the kind of script first, slurm or torchrun: gpipe {NAME} slurm nodes=2 ...")
-    own, words = _split(kind, words)
-    machines = Machines.of(kind, own)
-    settings, train_words = _settings(words, invocation)
+def run(settings: LaunchScriptConfig, job: Job) -> Summary:
+    kind, words = str(settings.kind), shlex.split(job.line)[2:]
+    _check_own_keys(settings, words)
+    machines = Machines.of(settings)
     _check(settings, machines)
     run = Path(str(settings.run_dir)).absolute()
     # In characters that mean nothing to Slurm or torchrun.
     name = re.sub(r"[^\w.-]+", "_", run.name, flags=re.ASCII).strip("-.") or "gpipe"
-    made_by = one_line(shlex.join(["gpipe", NAME, *invocation.typed]))
-    comments, variables = [f"# Made by: {made_by}"], {"python": sys.executable, "run": run}
+    made_by = ["gpipe", job.command, kind, *without_keys(words, ("kind",))]
+    comments = [f"# Made by: {one_line(shlex.join(made_by))}"]
+    variables = {"python": sys.executable, "run": run}
     variables |= {"nodes": machines.nodes, "ranks_per_node": machines.ranks_per_node}
+    train_words = [*without_keys(words, (*OWN_KEYS, "resume")), "resume=auto"]
+    if not sets_key(job.overrides, "engine"):
+        train_words.insert(0, "engine=processes")
     if kind == "slurm":
-        seconds = _job_seconds(settings)
+        seconds = int(parse_duration(str(settings.time_limit)) or 0)
         margin = max(SMALLEST_MARGIN, min(LARGEST_MARGIN, seconds // 10))
         train_words = [*without_keys(train_words, ("time_limit",)), f"time_limit={seconds - margin}s"]
-        options = _slurm_options(name, machines, own, seconds, margin // 2)
+        options = _slurm_options(name, machines, settings, seconds, margin // 2)
         comments.append(
             "# Submit it with sbatch; add what your cluster asks for, such as --account and --partition."
         )
         comments += [f"#SBATCH {option}" for option in options]
-        variables |= _slurm_variables(own, margin // 2)
+        variables |= _slurm_variables(settings, margin // 2)
     else:
-        port = _number(own, "port", default=29500, most=65535)
-        comments.append(f"# Run it on {', '.join(machines.hosts)}; the first host holds the rendezvous.")
-        endpoint, hosts = f"{machines.hosts[0]}:{port}", "/".join(machines.hosts)
+        comments.append(f"# Run it on {', '.join(settings.hosts)}; the first host holds the rendezvous.")
+        endpoint, hosts = f"{settings.hosts[0]}:{settings.port or 29500}", "/".join(settings.hosts)
         variables |= {"name": name, "endpoint": endpoint, "hosts": hosts}
     script = _script(kind, comments, variables, train_words)
-    if invocation.json:
-        facts = {"kind": kind, "nodes": machines.nodes, "ranks": machines.ranks, "run_dir": settings.run_dir}
-        sys.stdout.write(f"{json.dumps({**facts, 'script': script})}\n")
-    else:
+    if job.shows_result:
         sys.stdout.write(script)
+    facts = {"kind": kind, "nodes": machines.nodes, "ranks": machines.ranks, "run_dir": settings.run_dir}
+    return {**facts, "script": script}
 
 
 @final
@@ -86,80 +78,43 @@ class Machines:
 
     nodes: int
     ranks_per_node: int
-    has_gpus: bool
     given: str
     """The keys that decide the number of ranks, for messages."""
-    hosts: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
     @staticmethod
-    def of(kind: str, own: Mapping[str, str]) -> Machines:
-        counts = [key for key in ("gpus_per_node", "ranks_per_node") if key in own]
-        if len(counts) != 1:
+    def of(settings: LaunchScriptConfig) -> Machines:
+        count = "ranks_per_node" if settings.gpus_per_node is None else "gpus_per_node"
+        per_node = settings.gpus_per_node or settings.ranks_per_node
+        nodes = settings.nodes or len(settings.hosts)
+        assert per_node is not None, "the configuration was checked"
+        where = f"nodes={nodes}" if settings.kind == "slurm" else f"hosts=[{','.join(settings.hosts)}]"
+        return Machines(nodes, per_node, f"{where} {count}={per_node}")
+
+
+def _check_own_keys(settings: LaunchScriptConfig, words: Sequence[str]) -> None:
+    used = KINDS[str(settings.kind)]
+    defaults = LaunchScriptConfig()
+    for key in OWN_KEYS:
+        is_given = sets_key(words, key)
+        if is_given and key not in ("kind", *used):
             raise ConfigError(
-                "give one of gpus_per_node=<number>, with a rank on each GPU, and ranks_per_node=<number>, "
-                "with ranks on the CPU"
+                f"{key}: has no effect on {settings.kind}, whose keys are {', '.join(used)}; leave it out"
             )
-        per_node = _number(own, counts[0])
-        hosts = _hosts(own) if kind == "torchrun" else ()
-        nodes = len(hosts) if hosts else _number(own, "nodes")
-        where = f"hosts={own['hosts']}" if hosts else f"nodes={nodes}"
-        machines = Machines(nodes, per_node, "gpus_per_node" in own, f"{where} {counts[0]}={per_node}", hosts)
-        if machines.ranks > AT_MOST["devices"]:
-            raise ConfigError(f"{machines.given}: more than {AT_MOST['devices']} ranks")
-        return machines
-
-
-def _split(kind: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The keys of the script, and the words for `gpipe train`."""
-    own: dict[str, str] = {}
-    train_keys = {*(field.name for field in fields(TrainConfig)), "config", "recipe", "recipes"}
-    for word in words:
-        key, _, value = word.partition("=")
-        if key in KINDS[kind]:
-            if not value or key in own:
-                raise ConfigError(f"{key}: give {key}=<value> once")
-            own[key] = value
-        elif any(key in keys for keys in KINDS.values()):
+        if not is_given and getattr(settings, key) != getattr(defaults, key):
             raise ConfigError(
-                f"{key}: has no effect on {kind}, whose keys are {', '.join(KINDS[kind])}; leave it out"
+                f"{key}: give it on the command line; gpipe train reads the file too, and does not have it"
             )
-        elif "=" in word and override_group(word) not in train_keys:
-            raise ConfigError(f"unknown key '{key}'; {or_list(key, [*KINDS[kind], *known_keys('train')])}")
-    return own, [word for word in words if word.partition("=")[0] not in own]
 
 
-def _settings(words: list[str], invocation: Invocation) -> tuple[TrainConfig, list[str]]:
-    """The settings of the run, and the words that give them to `gpipe train`."""
-    if not any(override_key(word) in ("engine", "engine._target_") for word in words):
-        words = ["engine=processes", *words]
-    config = compose(Request("train", tuple(words), invocation.config_name, invocation.config_dir))
-    settings = config.settings
-    assert isinstance(settings, TrainConfig), "of gpipe train"
-    if settings.engine["_target_"] != ENGINE:
-        raise ConfigError(
-            "engine: only engine=processes runs on several machines; give that, or leave it out"
-        )
-    if settings.resume not in (None, "auto"):
-        raise ConfigError(
-            f"resume={settings.resume}: the script itself resumes the run in run_dir; "
-            f"give run_dir={settings.resume} instead"
-        )
-    if settings.run_dir is None:
-        raise ConfigError("run_dir: give run_dir=<directory>, on a disk that all machines share")
-    for note in config.notes:
-        print_status(note)
-    flags = {"--config-dir": invocation.config_dir, "--config-name": invocation.config_name}
-    flag_words = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
-    return settings, [*without_keys(words, ("resume",)), "resume=auto", *flag_words]
-
-
-def _check(settings: TrainConfig, machines: Machines) -> None:
+def _check(settings: LaunchScriptConfig, machines: Machines) -> None:
     """Raise ConfigError where devices, partitions or replicas do not fit the ranks."""
     devices, ranks = settings.devices, machines.ranks
+    if ranks > MOST_RANKS:
+        raise ConfigError(f"{machines.given}: more than {MOST_RANKS} ranks")
     count = len(devices) if isinstance(devices, list) else devices
     if devices != "auto" and count != ranks:
         raise ConfigError(f"devices={devices}: {machines.given} make {ranks} ranks; give a device for each")
@@ -187,64 +142,28 @@ def _script(kind: str, comments: list[str], variables: Mapping[str, object], wor
     return "\n".join(lines)
 
 
-def _job_seconds(settings: TrainConfig) -> int:
-    seconds = parse_duration(settings.time_limit) if settings.time_limit else None
-    if seconds is None or seconds < SHORTEST_SECONDS:
-        raise ConfigError("time_limit: give the time limit of the Slurm job, at least 5m: time_limit=4h")
-    return int(seconds)
-
-
 def _slurm_options(
-    name: str, machines: Machines, own: Mapping[str, str], seconds: int, warning: int
+    name: str, machines: Machines, settings: LaunchScriptConfig, seconds: int, warning: int
 ) -> list[str]:
     """warning: how many seconds before its end Slurm signals a job that has not stopped by itself."""
+    cpus = settings.cpus_per_node
     return [
         f"--job-name={name}",
         f"--nodes={machines.nodes} --ntasks-per-node=1",
-        *([f"--gpus-per-node={machines.ranks_per_node}"] if machines.has_gpus else []),
-        f"--cpus-per-task={_number(own, 'cpus_per_node')}" if "cpus_per_node" in own else "--exclusive",
+        *([] if settings.gpus_per_node is None else [f"--gpus-per-node={settings.gpus_per_node}"]),
+        "--exclusive" if cpus is None else f"--cpus-per-task={cpus}",
         f"--time={seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02} --signal=TERM@{warning}",
-        f"{'--requeue' if _requeues(own) else '--no-requeue'} --open-mode=append",
+        f"{'--requeue' if settings.requeue else '--no-requeue'} --open-mode=append",
     ]
 
 
-def _slurm_variables(own: Mapping[str, str], warning: int) -> dict[str, object]:
+def _slurm_variables(settings: LaunchScriptConfig, warning: int) -> dict[str, object]:
+    cpus = settings.cpus_per_node
     return {
         # Whole nodes may differ in their CPUs: each torchrun may use all of its own.
-        "cpus": f"--cpus-per-task={own['cpus_per_node']}" if "cpus_per_node" in own else "--cpu-bind=none",
+        "cpus": "--cpu-bind=none" if cpus is None else f"--cpus-per-task={cpus}",
         # By default one that depends on the number of the job, for nodes that several jobs share.
-        "port": _number(own, "port", most=65535) if "port" in own else "",
-        "requeues": _requeues(own),
+        "port": settings.port or "",
+        "requeues": settings.requeue,
         "shutdown_seconds": warning - 10,
     }
-
-
-def _requeues(own: Mapping[str, str]) -> int:
-    return _number(own, "requeue", default=0, least=0, most=1000)
-
-
-def _number(
-    own: Mapping[str, str], key: str, *, default: int | None = None, least: int = 1, most: int = 10**6
-) -> int:
-    if key not in own and default is not None:
-        return default
-    value = own.get(key, "")
-    if not (value.isascii() and value.isdecimal() and len(value) < 8 and least <= int(value) <= most):
-        raise ConfigError(
-            f"{key}={value}: give a whole number from {least} to {most}"
-            if value
-            else f"{key}: give {key}=<number>"
-        )
-    return int(value)
-
-
-def _hosts(own: Mapping[str, str]) -> tuple[str, ...]:
-    value = own.get("hosts", "")
-    hosts = tuple(host.strip() for host in value.removeprefix("[").removesuffix("]").split(","))
-    if not value or not all(map(_HOST.fullmatch, hosts)):
-        raise ConfigError(
-            f"hosts={value}: give the names or IPv4 addresses of all hosts, such as [node0,node1]"
-        )
-    if len({*hosts}) < len(hosts):
-        raise ConfigError(f"hosts={value}: names a host twice; give ranks_per_node for several ranks on one")
-    return hosts

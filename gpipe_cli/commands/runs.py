@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -14,11 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from gpipe_cli.arguments import Invocation
+from gpipe_cli.config.schema import RunsConfig
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.report.formatting import format_value, one_line
 from gpipe_cli.report.run_list import RunRow, find_runs, read_row
 from gpipe_cli.report.tables import rows_table, show
+from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.training.signals import StopNow
 
 COLUMNS = ("run", "state", "step", "last", "best", "age", "size", "note")
@@ -28,20 +28,17 @@ LONGEST_NOTE = 60
 AGE_UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 
 
-def run(invocation: Invocation) -> None:
-    if len(invocation.words) > 1:
-        raise ConfigError(f"give one folder: gpipe runs {invocation.words[0]}")
-    root = Path(invocation.words[0] if invocation.words else "runs")
+def run(settings: RunsConfig, job: Job) -> list[Summary]:
+    root = Path(settings.folder)
     if not root.is_dir():
         raise RunError(f"{root}: no such directory; give the folder of your runs: gpipe runs <directory>")
-    if invocation.watch:
-        _watch(root, invocation)
-        return
+    if settings.watch:
+        _watch(root, job)
+        return []
     rows = _rows(root)
-    if invocation.json:
-        sys.stdout.write(f"{json.dumps([asdict(row) for row in rows])}\n")
-    else:
+    if job.shows_result:
         show(_table(root, rows))
+    return [asdict(row) for row in rows]
 
 
 def _rows(root: Path) -> list[RunRow]:
@@ -49,8 +46,8 @@ def _rows(root: Path) -> list[RunRow]:
     return sorted(map(read_row, find_runs(root)), key=lambda row: (row.changed, row.run))
 
 
-def _watch(root: Path, invocation: Invocation) -> None:
-    if invocation.json or not sys.stdout.isatty():
+def _watch(root: Path, job: Job) -> None:
+    if job.json or not sys.stdout.isatty():
         raise ConfigError("--watch refreshes a table on a terminal; leave it out for a pipe or --json")
     console = Console()
     try:

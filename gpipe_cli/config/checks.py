@@ -6,6 +6,7 @@ Checks that need the model (its number of layers) or the machine (its devices) h
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,15 +16,21 @@ from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     SCHEMAS,
+    CheckConfig,
+    CommandConfig,
     CostConfig,
+    CpConfig,
     EvalConfig,
+    ExportConfig,
+    LaunchScriptConfig,
     ModelConfig,
     PlanConfig,
     PredictConfig,
     ProfileConfig,
+    ReportConfig,
     RunConfig,
+    SavedConfig,
     TrainConfig,
-    TrainedConfig,
 )
 from gpipe_cli.config.targets import add_current_folder, allows_module
 from gpipe_cli.config.words import ANY_CHARACTER
@@ -41,44 +48,40 @@ CHOICES = {
     "split": ("test", "train", "validation"),
     "sort": ("order", "time", "memory"),
     "at": ("best", "last"),
+    "format": ("safetensors", "hf", "peft"),
+    "kind": ("slurm", "torchrun"),
 }
-AT_LEAST = {
-    "chunks": 1,
-    "eval_chunks": 1,
-    "partitions": 1,
-    "data_parallel": 1,
-    "engine.max_restarts": 0,
-    "batch_size": 1,
-    "epochs": 1,
-    "steps": 1,
-    "log.every": 1,
-    "eval_every": 1,
-    "early_stop.patience": 1,
-    "early_stop.min_delta": 0,
-    "snapshot.every": 1,
-    "snapshot.keep": 1,
-    "model.num_classes": 1,
-    "seed": 0,
-    "data.seed": 0,
-    "top": 1,
-    "tokens": 1,
-    "top_k": 1,
-    "temperature": 0,
-    "seconds": 0,
-    "balance.seconds": 0,
-}
-AT_MOST = dict.fromkeys(("threads", "devices", "partitions", "data_parallel"), 1024)
-"""Limits on threads, workers and processes, above the cores of the largest machines and the GPUs of a large job."""
+_AT_LEAST_1 = (
+    *("chunks", "eval_chunks", "partitions", "data_parallel", "batch_size", "epochs", "steps"),
+    *("eval_every", "log.every", "early_stop.patience", "snapshot.every", "snapshot.keep"),
+    *("model.num_classes", "top", "tokens", "top_k"),
+    *("nodes", "gpus_per_node", "ranks_per_node", "cpus_per_node", "port"),
+)
+_AT_LEAST_0 = (
+    *("engine.max_restarts", "early_stop.min_delta", "seed", "data.seed", "temperature", "requeue"),
+    *("seconds", "balance.seconds"),
+)
+AT_LEAST = dict.fromkeys(_AT_LEAST_1, 1) | dict.fromkeys(_AT_LEAST_0, 0)
+MOST_RANKS = 1024
+"""The limit on threads, workers and processes, above the cores of the largest machines and the GPUs of a large job."""
+AT_MOST = {"requeue": 1000, "port": 65535} | dict.fromkeys(
+    ("threads", "devices", "partitions", "data_parallel", "nodes", "gpus_per_node", "ranks_per_node"),
+    MOST_RANKS,
+)
 POSITIVE = ("clip_grad_norm", "step_timeout", "plan.budget", "plan.verify_budget")
 LARGEST_SEED = 2**63 - 1
+PROCESSES = "gpipe_cli.engines.processes.build"
+SHORTEST_JOB = 300
+"""Seconds of the shortest Slurm job: gpipe needs some of them to save and stop."""
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
-def check(settings: ModelConfig) -> None:
+def check(settings: CommandConfig) -> None:
     """Raise one ConfigError that names every problem."""
     problems = list(_problems(settings))
     if problems:
         raise ConfigError("; ".join(problems))
-    for key in ("run", "snapshot") if isinstance(settings, TrainedConfig) else ():
+    for key in ("run", "snapshot") if isinstance(settings, SavedConfig) else ():
         given = getattr(settings, key)
         if given is not None and not Path(given).is_dir():
             raise RunError(f"{key}={given}: no such directory")
@@ -91,7 +94,7 @@ def check_numbers(plain: Mapping[Any, Any]) -> None:
             raise ConfigError(f"{key}: a whole number must be between -{LARGEST_SEED} and {LARGEST_SEED}")
 
 
-def _problems(settings: ModelConfig) -> Iterator[str]:
+def _problems(settings: CommandConfig) -> Iterator[str]:
     flat = dict(flatten(asdict(settings), elements=True))
     yield from _values(flat)
     # torch itself decides about tf32, so a run has no such precision; only an estimate does.
@@ -101,25 +104,15 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
         yield from _choices({**flat, "precision": None})
     else:
         yield from _choices(flat)
-    if wrong_schedule := _schedule(settings):
-        yield wrong_schedule
-    else:
+    if isinstance(settings, ModelConfig):
+        yield from _model(settings)
+    if isinstance(settings, CheckConfig):
         yield from _devices(settings)
-    yield from _balance(settings)
-    yield from _memory(settings)
-    yield from _checkpoint(settings)
-    for group in COMPONENT_GROUPS:
-        if hasattr(settings, group) and not getattr(settings, group).get("_target_"):
-            yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
-    if (
-        isinstance(settings, TrainConfig)
-        and settings.optimizer.get("_target_")
-        and "lr" not in settings.optimizer
-    ):
-        yield "optimizer.lr: must be given; lr_schedule multiplies it"
     if isinstance(settings, ProfileConfig) and settings.timeline and not settings.measure:
         yield "timeline=true: runs the model, but measure=false runs nothing; leave one of them out"
     if isinstance(settings, TrainConfig):
+        if settings.optimizer.get("_target_") and "lr" not in settings.optimizer:
+            yield "optimizer.lr: must be given; lr_schedule multiplies it"
         if settings.log.console and not (settings.log.partitions or settings.log.layers):
             yield "log.console=true: prints the lines of log.layers and log.partitions; set one of them to true"
         # A resumed run has the replicas of its run; its engine counts them.
@@ -135,17 +128,73 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
         yield from _resuming(settings)
     if isinstance(settings, PlanConfig):
         yield from _planned_devices(settings)
-    if isinstance(settings, TrainedConfig):
-        given = [key for key in ("run", "snapshot", "weights") if getattr(settings, key) is not None]
-        if not given:
-            use = "evaluate" if isinstance(settings, EvalConfig) else "use"
-            yield f"run: give the run to {use}, run=runs/train/..., or snapshot=..., or weights=..."
-        elif len(given) > 1:
-            yield f"{given[0]} and {given[1]} exclude each other; give one of them"
-        elif settings.at is not None and settings.run is None:
-            yield f"at={settings.at}: chooses among the snapshots of run=...; with {given[0]} leave it out"
+    if isinstance(settings, SavedConfig):
+        yield from _weights(settings)
     if isinstance(settings, PredictConfig):
         yield from _prediction(settings)
+    if isinstance(settings, ExportConfig) and settings.format != "safetensors" and settings.out is None:
+        yield f"format={settings.format}: writes a directory; give out=<directory>"
+    if isinstance(settings, ReportConfig) and not settings.run:
+        yield "run: give a run directory: gpipe report runs/train/...; give several to compare them"
+    if isinstance(settings, CpConfig) and (settings.source is None or settings.target is None):
+        yield "give what to copy and the new file: gpipe cp recipe/digits conf/recipes/mine.yaml"
+    if isinstance(settings, LaunchScriptConfig):
+        yield from _launch(settings)
+
+
+def _model(settings: ModelConfig) -> Iterator[str]:
+    if wrong_schedule := _schedule(settings):
+        yield wrong_schedule
+    else:
+        yield from _devices(settings)
+    yield from _balance(settings)
+    if isinstance(settings, CostConfig):
+        yield from _memory(settings)
+        yield from _checkpoint(settings)
+    for group in COMPONENT_GROUPS:
+        if hasattr(settings, group) and not getattr(settings, group).get("_target_"):
+            yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
+
+
+def _weights(settings: SavedConfig) -> Iterator[str]:
+    keys = [key for key in ("run", "snapshot", "weights") if hasattr(settings, key)]
+    given = [key for key in keys if getattr(settings, key) is not None]
+    if not given:
+        use = {EvalConfig: "evaluate", ExportConfig: "export"}.get(type(settings), "use")
+        others = "".join(f", or {key}=..." for key in keys[1:])
+        yield f"run: give the run to {use}, run=runs/train/...{others}"
+    elif len(given) > 1:
+        yield f"{given[0]} and {given[1]} exclude each other; give one of them"
+    elif settings.at is not None and settings.run is None:
+        yield f"at={settings.at}: chooses among the snapshots of run=...; with {given[0]} leave it out"
+
+
+def _launch(settings: LaunchScriptConfig) -> Iterator[str]:
+    hosts, by_slurm = settings.hosts, settings.kind == "slurm"
+    if settings.kind is None:
+        yield "kind: give the kind of script first, slurm or torchrun: gpipe launch-script slurm nodes=2 ..."
+    if settings.engine.get("_target_") != PROCESSES:
+        yield "engine: only engine=processes runs on several machines; give that, or leave it out"
+    if (settings.gpus_per_node is None) == (settings.ranks_per_node is None):
+        yield (
+            "give one of gpus_per_node=<number>, with a rank on each GPU, and ranks_per_node=<number>, with ranks on "
+            "the CPU"
+        )
+    if by_slurm and settings.nodes is None:
+        yield "nodes: give nodes=<number>"
+    if settings.kind == "torchrun" and not (hosts and all(map(_HOST.fullmatch, hosts))):
+        yield f"hosts={hosts}: give the names or IPv4 addresses of all hosts, such as [node0,node1]"
+    if len({*hosts}) < len(hosts):
+        yield f"hosts={hosts}: names a host twice; give ranks_per_node for several ranks on one"
+    if settings.resume not in (None, "auto"):
+        yield (
+            f"resume={settings.resume}: the script itself resumes the run in run_dir; give run_dir={settings.resume} "
+            "instead"
+        )
+    elif settings.run_dir is None:
+        yield "run_dir: give run_dir=<directory>, on a disk that all machines share"
+    if by_slurm and (parse_duration(settings.time_limit or "") or 0) < SHORTEST_JOB:
+        yield "time_limit: give the time limit of the Slurm job, at least 5m: time_limit=4h"
 
 
 def _prediction(settings: PredictConfig) -> Iterator[str]:
@@ -154,8 +203,6 @@ def _prediction(settings: PredictConfig) -> Iterator[str]:
         yield "input: give the images to predict, input=<folder>, a file, or a list of files"
     elif not all(isinstance(path, str | int) and not isinstance(path, bool) for path in given):
         yield f"input={settings.input}: must be a path or a list of paths"
-    if settings.out == "":
-        yield "out: give a path, or leave it out"
 
 
 def _values(flat: Mapping[str, Any]) -> Iterator[str]:
@@ -172,7 +219,9 @@ def _values(flat: Mapping[str, Any]) -> Iterator[str]:
         yield f"seed={flat['seed']}: must be at most {LARGEST_SEED}"
     if flat.get("ema") is not None and not 0 < flat["ema"] < 1:
         yield f"ema={flat['ema']}: must be between 0 and 1, such as 0.999, or null for none"
-    threads = flat["threads"]
+    if flat.get("out") == "":
+        yield "out: give a path, or leave it out"
+    threads = flat.get("threads", "auto")
     if threads != "auto" and (not _is_count(threads) or threads < 1):
         yield f"threads={threads}: must be auto or a whole number of at least 1"
     for key, value in flat.items():
@@ -222,7 +271,7 @@ def _schedule(settings: ModelConfig) -> str | None:
     return None
 
 
-def _devices(settings: ModelConfig) -> Iterator[str]:
+def _devices(settings: ModelConfig | CheckConfig) -> Iterator[str]:
     devices = settings.devices
     if devices == "auto":
         return
@@ -231,17 +280,17 @@ def _devices(settings: ModelConfig) -> Iterator[str]:
             isinstance(device, str) or _is_count(device) or _is_planned(settings, device)
             for device in devices
         )
-        if not devices or not all(known):
+        if not devices or not all(known) or len(devices) > MOST_RANKS:
             yield f"devices={devices}: expected a list of names or numbers such as [cpu,cpu] or [0,1]"
-        else:
+        elif isinstance(settings, ModelConfig):
             yield from _partitions_per_device(settings, len(devices))
     elif not _is_count(devices) or devices < 1:
         yield f"devices={devices}: must be auto, a number of devices or a list such as [cpu,cpu] or [cuda:0,cuda:1]"
-    else:
+    elif isinstance(settings, ModelConfig):
         yield from _partitions_per_device(settings, devices)
 
 
-def _is_planned(settings: ModelConfig, device: object) -> bool:
+def _is_planned(settings: CommandConfig, device: object) -> bool:
     return isinstance(settings, PlanConfig) and is_elsewhere(device)
 
 
@@ -279,17 +328,15 @@ def _balance(settings: ModelConfig) -> Iterator[str]:
         yield f"partitions={settings.partitions}: balance.layers={layers} makes {len(layers)} partitions"
 
 
-def _memory(settings: ModelConfig) -> Iterator[str]:
-    if isinstance(settings, CostConfig) and settings.device_memory is not None:
+def _memory(settings: CostConfig) -> Iterator[str]:
+    if settings.device_memory is not None:
         try:
             parse_bytes(settings.device_memory)
         except ValueError as error:
             yield f"device_memory={settings.device_memory}: {error}, or null for no limit"
 
 
-def _checkpoint(settings: ModelConfig) -> Iterator[str]:
-    if not isinstance(settings, CostConfig):
-        return
+def _checkpoint(settings: CostConfig) -> Iterator[str]:
     given = settings.checkpoint
     for mode in given if isinstance(given, list) else [given]:
         if mode not in MODES:
@@ -343,7 +390,7 @@ def _resuming(settings: TrainConfig) -> Iterator[str]:
 
 
 def _command(settings: ModelConfig) -> str:
-    return next(command for command, schema in SCHEMAS.items() if isinstance(settings, schema))
+    return next(command for command, schema in SCHEMAS.items() if type(settings) is schema)
 
 
 def _is_count(value: object) -> bool:

@@ -28,7 +28,16 @@ from gpipe_cli.config.config_file import WORD, ConfigFile, primary_name, read_co
 from gpipe_cli.config.files import check_references
 from gpipe_cli.config.keys import check_words
 from gpipe_cli.config.messages import config_errors
-from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, SCHEMAS, ModelConfig, TrainConfig, TrainedConfig
+from gpipe_cli.config.schema import (
+    COMPONENT_GROUPS,
+    GROUPS,
+    SCHEMAS,
+    CommandConfig,
+    ModelConfig,
+    PlanConfig,
+    TrainConfig,
+    TrainedConfig,
+)
 from gpipe_cli.config.sources import IS_1_4, VERSION, Composing, fit_components, search_path, store
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.config.words import (
@@ -77,7 +86,7 @@ class JobConfig:
     """The composed configuration, again with references unresolved."""
     model: str
     """The name of the model's option, or of its target."""
-    settings: ModelConfig
+    settings: CommandConfig
     """The typed configuration, with references resolved."""
     notes: tuple[str, ...] = ()
     """Lines about the configuration that the user should read."""
@@ -143,8 +152,8 @@ def _compose(request: Request) -> _Composed:
     choices = tree.hydra.runtime.choices
     plain = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
     OmegaConf.set_struct(plain, None)
-    if packages := [name for name in named_packages(request.words) if name not in plain.allow]:
-        plain.allow = [*plain.allow, *packages]
+    if packages := named_packages(request.words):
+        plain.allow = list(dict.fromkeys([*plain.allow, *packages]))
     notes = (*(() if file is None else file.notes), *composing.notes)
     return _Composed(plain, choices, tuple(given), file, notes)
 
@@ -185,7 +194,7 @@ def _model_name(composed: _Composed) -> str:
     return saved or str((tree.get("model") or {}).get("_target_", "model")).rpartition(".")[2]
 
 
-def settings_of(tree: DictConfig, command: str, words: Sequence[str]) -> ModelConfig:
+def settings_of(tree: DictConfig, command: str, words: Sequence[str]) -> CommandConfig:
     """The typed configuration: no key lost, none unknown, every value checked."""
     _hide_environment_values()
     with config_errors(command):
@@ -194,14 +203,17 @@ def settings_of(tree: DictConfig, command: str, words: Sequence[str]) -> ModelCo
         assert isinstance(plain, dict)
         check_numbers(plain)
         settings = typed({str(key): value for key, value in plain.items()}, command)
-    settings = replace(settings, allow=_allowed(settings, words))
-    components = {group: getattr(settings, group) for group in COMPONENT_GROUPS if hasattr(settings, group)}
-    check_targets(components, settings.allow)
+    if isinstance(settings, ModelConfig):
+        settings = replace(settings, allow=_allowed(settings, words))
+        components = {
+            group: getattr(settings, group) for group in COMPONENT_GROUPS if hasattr(settings, group)
+        }
+        check_targets(components, settings.allow)
     check(settings)
     return settings
 
 
-def typed(plain: dict[str, Any], command: str) -> ModelConfig:
+def typed(plain: dict[str, Any], command: str) -> CommandConfig:
     """The command's dataclass from a plain mapping, which must have each of its keys and no other."""
     schema = SCHEMAS[command]
     for name in schema.__dataclass_fields__:
@@ -210,7 +222,7 @@ def typed(plain: dict[str, Any], command: str) -> ModelConfig:
     # Merging into the schema raises on an unknown key, where to_object alone would drop it silently.
     # The mapping is resolved, so what still looks like a reference in it is text.
     settings = OmegaConf.to_object(OmegaConf.merge(_structured(command), _escaped(plain)))
-    assert isinstance(settings, ModelConfig)
+    assert isinstance(settings, CommandConfig)
     return settings
 
 
@@ -265,15 +277,14 @@ def _allowed(settings: ModelConfig, words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys((*settings.allow, *environment)))
 
 
-def _check_plan_keys(settings: ModelConfig, overrides: Sequence[str]) -> None:
+def _check_plan_keys(settings: CommandConfig, overrides: Sequence[str]) -> None:
     """Refuse limits of a search that does not take place."""
-    if not isinstance(settings, TrainConfig):
-        verify = getattr(settings, "verify", True)
-        used = {"plan.verify_budget": (verify, "gpipe plan verify=true")}
-    else:
+    used: dict[str, tuple[bool, str]] = {}
+    if isinstance(settings, PlanConfig):
+        used = {"plan.verify_budget": (settings.verify, "verify=true")}
+    elif isinstance(settings, TrainConfig):
         searches = settings.plan.auto or settings.schedule.name == AUTO
         used = {
-            "plan.verify_budget": (False, "gpipe plan verify=true"),
             "plan.budget": (settings.plan.auto, "plan=auto"),
             "plan.cache": (searches, "plan=auto or schedule=auto"),
         }
@@ -282,7 +293,7 @@ def _check_plan_keys(settings: ModelConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(f"{key}: has no effect without {needed}; remove it")
 
 
-def overridden_epochs(settings: ModelConfig, overrides: Sequence[str]) -> str | None:
+def overridden_epochs(settings: CommandConfig, overrides: Sequence[str]) -> str | None:
     """A line about `epochs` that have no effect, because a recipe or the run to resume has `steps`."""
     steps = settings.steps if isinstance(settings, TrainConfig) else None
     if steps is None or sets_key(overrides, "steps") or not sets_key(overrides, "epochs"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, final
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.files import ALLOW_CURE, load_mapping, load_yaml
-from gpipe_cli.config.keys import chosen_options, hint_for_unknown, is_option_name, option_cure
+from gpipe_cli.config.keys import chosen_options, groups_of, hint_for_unknown, is_option_name, option_cure
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS
 from gpipe_cli.config.words import override_key
 from gpipe_cli.errors import ConfigError, did_you_mean
@@ -85,6 +85,7 @@ def read_config_file(command: str, words: Sequence[str], primary: str) -> Config
     given: tuple[str, ...] | None = None
     try:
         if is_saved(plain):
+            drop_removed_keys(plain)
             given = recorded_words(path.parent)
             options = {
                 group: option.name for group, option in chosen_options(saved_command(plain), given).items()
@@ -136,6 +137,12 @@ def is_saved(plain: Mapping[Any, Any]) -> bool:
     )
 
 
+def drop_removed_keys(saved: MutableMapping[Any, Any]) -> None:
+    """Remove what earlier versions saved and no command that reads it has any more."""
+    if isinstance(plan := saved.get("plan"), MutableMapping):
+        plan.pop("verify_budget", None)
+
+
 def saved_command(saved: Mapping[str, Any]) -> str:
     """The command that saved it."""
     return "profile" if "timeline" in saved else "train"
@@ -148,7 +155,7 @@ def _of_run(saved: Mapping[str, Any], command: str, given: Sequence[str]) -> tup
     classes = set(SCHEMAS[source].__mro__) & set(SCHEMAS[command].__mro__)
     shared = {field.name for cls in classes if is_dataclass(cls) for field in fields(cls)}
     shared -= set(NO_EFFECT.get(command, ()))
-    if source != command:
+    if not issubclass(SCHEMAS[command], SCHEMAS[source]):
         chosen = {override_key(word).partition(".")[0] for word in given}
         shared -= {group for group in DIVISION if group not in chosen}
     everywhere = {field.name for schema in SCHEMAS.values() for field in fields(schema)}
@@ -190,6 +197,8 @@ def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], di
         key = OPTION if {OPTION, "_target_"} & mapping.keys() or name == "schedule" else "name"
         scale = mapping.pop("scale", None) if name == "recipe" else None
         if key in mapping:
+            if name in GROUPS and name not in groups_of(command):
+                raise ConfigError(f"{name}: holds several keys; set one of them, as in {name}.<key>: ...")
             option = mapping.pop(key)
             if not isinstance(option, str) or not is_option_name(option):
                 raise ConfigError(f"{name}: {json.dumps(option)}: {option_cure(name, option)}")

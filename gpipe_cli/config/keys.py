@@ -5,6 +5,7 @@ Imports neither Hydra nor torch, so that help, listing and completion stay quick
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,10 +13,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from gpipe_cli.config.schema import GROUPS, NO_EFFECT, SCHEMAS, ConfigKey, config_keys
-from gpipe_cli.config.words import CONFIG_MEANING, SCALE_KEY, SMALL, override_key, sets_hydra
+from gpipe_cli.config.fields import ConfigKey, config_keys
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, POSITIONAL, SCHEMAS, SWEPT
+from gpipe_cli.config.words import (
+    CONFIG_MEANING,
+    SCALE_KEY,
+    SMALL,
+    escape_references,
+    override_key,
+    quoted,
+    sets_hydra,
+)
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
+_OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w.]*=|~[A-Za-z_][\w.]*\Z")
 QUOTES = "\"'"
 LARGEST_FILE = 65_536
 """Bytes of a file of keys that help and completion read."""
@@ -122,7 +133,7 @@ def chosen_options(command: str, words: Iterable[str]) -> dict[str, Option]:
     # A recipe may bring a component of its own. Both its keys and those of a word replace an option.
     replaced = {key for recipe in recipes for key in recipe.keys if key.partition(".")[0] not in given}
     replaced |= given.keys()
-    default = dict(re.findall(r"^  - (\w+): (\w+)$", _primary(command), flags=re.MULTILINE))
+    default = dict(re.findall(r"^  - (?:override /)?(\w+): (\w+)$", _primary(command), flags=re.MULTILINE))
     picks |= {group: name for group, name in given.items() if group in default}
     models = {option.name: option for option in list_options("model")}
     model = models.get(picks.get("model") or default.get("model", ""))
@@ -194,7 +205,8 @@ def _words_of_file(words: Iterable[str]) -> list[str]:
     return []
 
 
-def known_keys(command: str) -> list[str]:
+@cache
+def known_keys(command: str) -> tuple[str, ...]:
     """Every key that the command has: those of its schema, and those of the shipped options of its groups."""
     own = [key.key for key in config_keys(command)]
     inside = [
@@ -205,7 +217,7 @@ def known_keys(command: str) -> list[str]:
         for key in option.keys
     ]
     of_recipes = ["recipe", SCALE_KEY] if takes_recipes(command) else []
-    return [*own, "config", *dict.fromkeys(inside), *of_recipes]
+    return (*own, "config", *dict.fromkeys(inside), *of_recipes)
 
 
 def hint_for_unknown(key: str, command: str) -> str:
@@ -219,12 +231,12 @@ def hint_for_unknown(key: str, command: str) -> str:
     ]
     if owners and name:
         return f"it belongs to {group}={'|'.join(owners)}"
+    others = ", ".join(other for other in SCHEMAS if key in known_keys(other))
     top = [name for name in known if "." not in name]
     if suggestion := ("." not in key and did_you_mean(key, top)) or did_you_mean(key, known):
-        return suggestion
-    others = [other for other in SCHEMAS if any(key == own for own in known_keys(other))]
+        return f"{suggestion} {key} belongs to gpipe {others}" if others else suggestion
     if others:
-        return f"gpipe {command} does not have it; it belongs to gpipe {', '.join(others)}"
+        return f"gpipe {command} does not have it; it belongs to gpipe {others}"
     return f"see `gpipe {command} --help` for every key"
 
 
@@ -240,15 +252,48 @@ def hint_for_flag(word: str, after: str, command: str) -> str:
     return f"did you mean {name if name in GROUPS else near[0]}={value}?"
 
 
+def with_keys(words: Sequence[str], command: str) -> list[str]:
+    """The words, each with its key: `gpipe runs a=b` lists a folder of that name, whatever characters it has."""
+    keys = POSITIONAL.get(command, ())
+    if not keys:
+        return list(words)
+    types = {key.key: key.type for key in config_keys(command)}
+    is_list = types[keys[0]] == "list"
+    given, bare = [], []
+    for word in words:
+        key, _, value = word.partition("=")
+        sets_key = _OVERRIDE.match(word) or ("=" in word and sets_hydra(word))
+        if is_list and key == keys[0] and value[:1] not in ("", "[", "$", "'", '"'):
+            bare.append(value)  # one member, without brackets
+        elif sets_key and (key in types or not os.path.lexists(word)):
+            given.append(word)
+        else:
+            bare.append(word)
+    values = [quoted(escape_references(word)) for word in bare]
+    if is_list:
+        return [*given, f"{keys[0]}=[{','.join(values)}]"] if values else given
+    filled = [f"{key}={value}" for key, value in zip(keys, values, strict=False)]
+    return [*given, *filled, *bare[len(keys) :]]
+
+
 @cache
 def _primary(command: str) -> str:
-    return (conf_dir() / f"{command}.yaml").read_text(encoding="utf-8")
+    """The text of the command's primary config, after that of the command that it begins with, if any."""
+    text = (conf_dir() / f"{command}.yaml").read_text(encoding="utf-8")
+    bases = [base for base in SCHEMAS if f"\n  - {base}\n" in text]
+    return "".join([*map(_primary, bases), text])
+
+
+def groups_of(command: str) -> set[str]:
+    """The groups of which the command takes an option."""
+    return {group for group in GROUPS if f"\n  - {group}: " in _primary(command)}
 
 
 def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> None:
     """Refuse words that this command cannot take, before Hydra composes anything."""
-    own = {key.key.partition(".")[0] for key in config_keys(command)} | {"config"}
-    groups = {group for group in GROUPS if group in own} | ({"recipe"} if takes_recipes(command) else set())
+    types = {"config": "str", **{key.key: key.type for key in config_keys(command)}}
+    own = {key.partition(".")[0] for key in types}
+    groups = groups_of(command) | ({"recipe"} if takes_recipes(command) else set())
     lists = _list_keys(command)
     for word in words:
         key, (_, equals, value) = override_key(word), word.partition("=")
@@ -258,6 +303,8 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
             cure = f"did you mean config={word}?" if is_file else f"see `gpipe {command} --help`"
             raise ConfigError(f"'{word}' is neither a flag nor key=value; {cure}")
         if sets_hydra(word):
+            if command not in SWEPT:
+                raise ConfigError(f"{key}: gpipe {command} does not run through Hydra; leave it out")
             continue
         if group == "recipe" and (
             not takes_recipes(command) or (continues_run and "resume=auto" not in words)
@@ -271,6 +318,18 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
             raise ConfigError(f"unknown key '{unknown}'; {hint_for_unknown(unknown, command)}")
         if above := next((name for name in lists if key.startswith(f"{name}.")), None):
             raise ConfigError(f"{word}: {above} is a list; set it as a whole, {above}=[...]")
+        # Components have keys of their own, and the value of a key without a type may be a mapping.
+        inside = key != group and group not in (*COMPONENT_GROUPS, "recipe") and types.get(group) != ""
+        if inside and not any(f"{name}.".startswith(f"{key}.") for name in types):
+            raise ConfigError(f"unknown key '{key}'; {hint_for_unknown(key, command)}")
+        members = [name for name in types if name.startswith(f"{key}.")]
+        if (
+            members
+            and key not in groups
+            and word[0] != "~"
+            and (key in GROUPS or value[:1] not in ("{", "$"))
+        ):
+            raise ConfigError(f"{word}: holds several keys; set one of them, such as {members[0]}=...")
         if key in groups and word[0] != "~" and not is_option_name(value):
             raise ConfigError(f"{word}: {option_cure(key, value)}")
 

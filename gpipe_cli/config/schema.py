@@ -9,11 +9,7 @@ torch.
 
 from __future__ import annotations
 
-import ast
-import re
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 
@@ -26,9 +22,17 @@ class ScheduleConfig:
 
 
 @dataclass
-class PlanSearchConfig:
+class AutoPlanConfig:
     auto: bool = False
     """Search for balance, chunks, schedule and checkpoint; keys you give stay fixed."""
+    budget: float = 60.0
+    """Time limit for planning in seconds, including measurements."""
+    cache: bool = True
+    """Reuse earlier measurements; false measures again."""
+
+
+@dataclass
+class PlanSearchConfig:
     budget: float = 60.0
     """Time limit for planning in seconds, including measurements."""
     verify_budget: float = 120.0
@@ -69,8 +73,13 @@ class EarlyStopConfig:
 
 
 @dataclass
-class ModelConfig:
-    """The keys of every configured command: a model, samples for it, and how to divide it."""
+class CommandConfig:
+    """The settings of a command."""
+
+
+@dataclass
+class ModelConfig(CommandConfig):
+    """The keys of commands that build a model: the model, samples for it, and how to divide it."""
 
     # [Model and data]
     model: dict[str, Any] = field(default_factory=dict)
@@ -153,13 +162,11 @@ class CostConfig(ModelConfig):
 
 @dataclass
 class TrainConfig(RunConfig, CostConfig):
-    """gpipe train"""
-
     # [Optimizer]
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     """How the learning rate changes over the run."""
     # [Division into partitions]
-    plan: PlanSearchConfig = field(default_factory=PlanSearchConfig)
+    plan: AutoPlanConfig = field(default_factory=AutoPlanConfig)
     """Whether to search for the best balance, chunks, schedule and checkpoint mode first."""
     # [Keys]
     epochs: int = 3
@@ -208,8 +215,8 @@ class TrainConfig(RunConfig, CostConfig):
 
 
 @dataclass
-class TrainedConfig(RunConfig):
-    """The keys of commands that use trained weights."""
+class SavedConfig(CommandConfig):
+    """The keys of commands that use a snapshot."""
 
     run: str | None = None
     """The run directory whose best snapshot to use, with the settings it was trained with."""
@@ -217,14 +224,18 @@ class TrainedConfig(RunConfig):
     """Which snapshot of `run`: best (of snapshot.monitor) or last; null: the best if there is one, else the last."""
     snapshot: str | None = None
     """A snapshot of a run, instead of `run`."""
+
+
+@dataclass
+class TrainedConfig(RunConfig, SavedConfig):
+    """The keys of commands that use trained weights."""
+
     weights: str | None = None
     """A file of weights (.safetensors, .pth), instead of `run`; give model and data as well."""
 
 
 @dataclass
 class EvalConfig(TrainedConfig):
-    """gpipe eval"""
-
     split: str = "test"
     """Which samples to evaluate: test, train, or validation, the part that data.validation holds out."""
     seed: int = 0
@@ -233,8 +244,6 @@ class EvalConfig(TrainedConfig):
 
 @dataclass
 class PredictConfig(TrainedConfig):
-    """gpipe predict"""
-
     input: Any = None
     """What to predict: a folder of images, an image or CSV file, a pattern such as 'photos/*.jpg', or a list."""
     top: int = 3
@@ -245,8 +254,6 @@ class PredictConfig(TrainedConfig):
 
 @dataclass
 class GenerateConfig(TrainedConfig):
-    """gpipe generate"""
-
     prompt: str = ""
     """The text to continue, taken as it is; `-` reads it from stdin, without its last line break."""
     tokens: int = 50
@@ -266,8 +273,6 @@ class BalanceConfig(CostConfig):
 
 @dataclass
 class ProfileConfig(EngineConfig, CostConfig):
-    """gpipe profile"""
-
     measure: bool = True
     """Run the layers and measure their time; false counts operations instead and needs no memory."""
     timeline: bool = False
@@ -286,8 +291,6 @@ class ProfileConfig(EngineConfig, CostConfig):
 
 @dataclass
 class PlanConfig(CostConfig):
-    """gpipe plan"""
-
     plan: PlanSearchConfig = field(default_factory=PlanSearchConfig)
     """How long planning may take."""
     device: Any = None
@@ -307,7 +310,69 @@ class PlanConfig(CostConfig):
     """An HTML file to write: all candidates by time and memory, the timeline of the best plan, and what limits it."""
 
 
-SCHEMAS: dict[str, type[ModelConfig]] = {
+@dataclass
+class LaunchScriptConfig(TrainConfig):
+    kind: str | None = None
+    """What starts the run on each machine: slurm or torchrun; the first word after the command."""
+    nodes: int | None = None
+    """slurm: how many nodes."""
+    hosts: list[str] = field(default_factory=list)
+    """torchrun: names or addresses of all hosts, such as [node0,node1]; the first one holds the rendezvous."""
+    gpus_per_node: int | None = None
+    """GPUs of each node, each for one rank."""
+    ranks_per_node: int | None = None
+    """Instead of gpus_per_node: ranks of each node, on its CPU."""
+    cpus_per_node: int | None = None
+    """slurm: CPUs of each node; null: the job gets whole nodes."""
+    requeue: int = 0
+    """slurm: how often the job may go back into the queue until the run has finished."""
+    port: int | None = None
+    """Port of the rendezvous; null: 29500, or for slurm one that depends on the job."""
+    time_limit: str | None = None
+    """slurm: limit of the job, such as 4h; gpipe saves and stops before it. torchrun: as in gpipe train."""
+
+
+@dataclass
+class CheckConfig(CommandConfig):
+    devices: Any = "auto"
+    """auto (all accelerators, else the CPU), a number of devices, or a list such as [cpu,cpu] or [cuda:0,cuda:1]."""
+    run_dir: str | None = None
+    """Directory of the results; null: runs/<command>/<device>/<time>."""
+
+
+@dataclass
+class ReportConfig(CommandConfig):
+    run: list[str] = field(default_factory=list)
+    """The run directories, which need no key: gpipe report <directory> <directory>; several are compared."""
+    out: str | None = None
+    """The HTML file to write; null: report.html of the run, or comparison.html."""
+
+
+@dataclass
+class RunsConfig(CommandConfig):
+    folder: str = "runs"
+    """The folder whose runs to list, which needs no key: gpipe runs <directory>."""
+    watch: bool = False
+    """Refresh the table on the terminal until Ctrl-C; `--watch` is short for it."""
+
+
+@dataclass
+class ExportConfig(SavedConfig):
+    format: str = "safetensors"
+    """safetensors (a file), hf (a directory for from_pretrained) or peft (an adapter for PeftModel)."""
+    out: str | None = None
+    """The file or directory to write; null: model.safetensors."""
+
+
+@dataclass
+class CpConfig(CommandConfig):
+    source: str | None = None
+    """What to copy, which needs no key: <group>/<option>, such as recipe/digits, or run/<directory>."""
+    target: str | None = None
+    """The new file, or a folder for it, the word after the source."""
+
+
+SCHEMAS: dict[str, type[CommandConfig]] = {
     "train": TrainConfig,
     "eval": EvalConfig,
     "predict": PredictConfig,
@@ -315,7 +380,18 @@ SCHEMAS: dict[str, type[ModelConfig]] = {
     "balance": BalanceConfig,
     "profile": ProfileConfig,
     "plan": PlanConfig,
+    "launch-script": LaunchScriptConfig,
+    "check": CheckConfig,
+    "report": ReportConfig,
+    "runs": RunsConfig,
+    "export": ExportConfig,
+    "cp": CpConfig,
 }
+POSITIONAL = {"launch-script": ("kind",), "report": ("run",), "runs": ("folder",), "cp": ("source", "target")}
+"""The keys that words without a key set, in this order; a key that is a list takes all of them."""
+WITH_MODEL = tuple(command for command, schema in SCHEMAS.items() if issubclass(schema, ModelConfig))
+SWEPT = tuple(command for command in WITH_MODEL if command != "launch-script")
+"""The commands that Hydra can run, several times with -m."""
 NO_EFFECT = {
     "predict": ("data_parallel",),
     "generate": ("transform", "loss", "chunks", "eval_chunks", "batch_size"),
@@ -333,78 +409,3 @@ COMPONENT_GROUPS = (
     "logger",
 )
 GROUPS = (*COMPONENT_GROUPS, "schedule", "plan")
-
-
-FIRST = "Keys"
-"""The heading of the keys that matter most, and of keys that stand below no heading."""
-
-
-@dataclass(frozen=True)
-class ConfigKey:
-    """One key of a command, as help and the reference show it."""
-
-    key: str
-    type: str
-    default: str
-    meaning: str
-    heading: str = FIRST
-
-
-def config_keys(command: str) -> list[ConfigKey]:
-    """Every key of the command, nested ones by their dotted path.
-
-    Python keeps no docstring below a field, so the meaning is read from the syntax tree of this file. That is cheap
-    enough for `gpipe --help`, and leaves one place to write a key and its sentence.
-    """
-    # TrainConfig inherits some keys along two paths; the mapping keeps them once.
-    keys = {key.key: key for key in _class_keys(SCHEMAS[command].__name__, prefix="")}
-    return [key for key in keys.values() if key.key not in NO_EFFECT.get(command, ())]
-
-
-@cache
-def _source() -> list[str]:
-    return Path(__file__).read_text(encoding="utf-8").splitlines()
-
-
-@cache
-def _class_definitions() -> dict[str, ast.ClassDef]:
-    tree = ast.parse("\n".join(_source()))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _class_keys(name: str, prefix: str, heading: str = FIRST) -> list[ConfigKey]:
-    node = _class_definitions()[name]
-    keys = [key for base in node.bases for key in _class_keys(ast.unparse(base), prefix)]
-    end = node.lineno
-    for item, following in zip(node.body, [*node.body[1:], None], strict=True):
-        headings = re.findall(
-            r"^    # \[(.+)\]$", "\n".join(_source()[end : item.lineno]), flags=re.MULTILINE
-        )
-        heading, end = (headings or [heading])[-1], item.lineno
-        if not isinstance(item, ast.AnnAssign) or item.value is None:
-            continue
-        key, annotation = prefix + ast.unparse(item.target), ast.unparse(item.annotation)
-        nested = annotation in _class_definitions()
-        type_name = {"dict[str, Any]": "group", "Any": "", "list[str]": "list"}.get(
-            annotation, annotation.replace(" | None", "")
-        )
-        if not nested or key in GROUPS:
-            kind = "group" if nested else type_name
-            keys.append(ConfigKey(key, kind, _default(item.value), _docstring(following), heading))
-        if nested:
-            keys += _class_keys(annotation, f"{key}.", heading)
-    return keys
-
-
-def _docstring(node: ast.stmt | None) -> str:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return " ".join(str(node.value.value).split())
-    return ""
-
-
-def _default(node: ast.expr) -> str:
-    """The default as it is written on the command line."""
-    if not isinstance(node, ast.Constant):
-        return ""
-    value = node.value
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

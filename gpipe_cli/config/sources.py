@@ -66,7 +66,9 @@ def search_path(command: str, composing: Composing, config: HydraConf | None = N
     """
     check_shadowing(composing.config_dir)
     _register_plugins()
-    store(f"{command}_schema", SCHEMAS[command])
+    for base, schema in SCHEMAS.items():
+        if issubclass(SCHEMAS[command], schema):  # gpipe launch-script begins with the files of gpipe train
+            store(f"{base}_schema", SCHEMAS[command])
     store("config", SINGLE_JOB if config is None else config, group="hydra")
     outer = GlobalHydra.instance().hydra  # of the sweep that this job belongs to
     GlobalHydra.instance().clear()

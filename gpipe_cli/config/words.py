@@ -32,7 +32,7 @@ _CODE = re.compile(r"([A-Za-z_][\w.]*|[\w./-]+\.py):([A-Za-z_]\w*(?:\.\w+)*)")
 """`mypkg.nets:build` or `./nets.py:build`"""
 _REFERENCE = re.compile(r"\$\{[^}]*\}")
 _HYDRA_READS = re.compile(r"(?:\\.|[\w/\-+.$%*@?|:\\ \t])*", re.ASCII)
-_STRUCTURE = re.compile(r"""[\[\]{}(),]|^\s*["']|["']\s*$""")
+_STRUCTURE = re.compile(r"""[\[\]{}(),]|\A\s*(["']).*\1\s*\Z""", re.DOTALL)
 """Lists, mappings, functions, sweeps and text that is already quoted."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
+from gpipe_cli.config.schema import AutoPlanConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
@@ -27,7 +27,7 @@ from gpipe_cli.run.planning import Planner
 from gpipe_cli.run.task_check import with_least_rows
 from gpipe_cli.schedule.own_orders import AUTO
 
-NO_PLAN = PlanSearchConfig()
+NO_PLAN = AutoPlanConfig()
 PLANS = 5
 """How many plans to keep: the advice compares the best one with the run on a single device, if that is among them."""
 

@@ -42,6 +42,7 @@ class Job:
     """Whether it is one of several jobs, whose results are printed together."""
     json: bool
     dry_run: bool
+    debug: bool = False
     began: float = field(default_factory=time.monotonic)
     """When the command started, by the monotonic clock, which all processes of a machine share."""
     rank: Rank | None = None

@@ -13,6 +13,7 @@ from typing import Any, final
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from gpipe_cli.config.config_file import drop_removed_keys
 from gpipe_cli.config.files import key_path, load_yaml
 from gpipe_cli.config.words import override_key
 from gpipe_cli.engines.protocol import Engine
@@ -54,6 +55,7 @@ def saved_config(run: Path) -> DictConfig:
     if "hydra" in tree:
         plain: Any = OmegaConf.to_container(tree)
         raise ConfigError(f"{path}: sets {key_path(plain, 'hydra')}: no file may configure Hydra; remove it")
+    drop_removed_keys(tree)
     return tree
 
 

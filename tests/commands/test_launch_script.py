@@ -242,11 +242,14 @@ def test_a_file_and_a_folder_of_options_are_passed_on(gpipe: Gpipe, tmp_path: Pa
     words = ("slurm", "nodes=1", "ranks_per_node=2", "config=my.yaml", "--config-dir", "conf")
     (tmp_path / "conf").mkdir()
     script = gpipe("launch-script", *words).out
-    assert "command=(train\n    config=my.yaml\n    resume=auto\n    --config-dir\n    conf\n" in script
+    assert "command=(train\n    config=my.yaml\n    --config-dir\n    conf\n    resume=auto\n" in script
     assert "    time_limit=3240s)\n" in script and f"run={tmp_path}/mine\n" in script
     (tmp_path / "my.yaml").write_text("engine: threads\nrun_dir: mine\n")
     answer = gpipe("launch-script", *words)
     assert answer.code == 2 and "my.yaml: engine: only engine=processes runs on several" in answer.err
+    (tmp_path / "my.yaml").write_text("cpus_per_node: 2\nrun_dir: mine\ntime_limit: 1h\n")
+    answer = gpipe("launch-script", *words)
+    assert answer.code == 2 and "cpus_per_node: give it on the command line; gpipe train reads" in answer.err
 
 
 def test_nothing_imports_torch(tmp_path: Path) -> None:
@@ -265,21 +268,25 @@ def test_nothing_imports_torch(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ((), "give the kind of script first, slurm or torchrun"),
-        (("pbs",), "give the kind of script first, slurm or torchrun"),
+        (("pbs",), "kind=pbs: choose one of: slurm, torchrun"),
+        (("slurm", "torchrun"), "'torchrun' is neither a flag nor key=value"),
         ((*SLURM, "engine=threads"), "engine: only engine=processes runs on several machines"),
         ((*SLURM, "nodez=2"), "unknown key 'nodez'; did you mean 'nodes'?"),
         ((*SLURM, "chunk=2"), "unknown key 'chunk'; did you mean 'chunks'?"),
         ((*SLURM, "optimizer.lrr=2"), "'optimizer.lrr'; did you mean 'optimizer.lr'?"),
         ((*SLURM, "chunks=0"), "chunks=0: must be at least 1"),
-        ((*SLURM, "nodes=2"), "nodes: give nodes=<value> once"),
-        (("slurm", "nodes=0", "gpus_per_node=1"), "nodes=0: give a whole number from 1"),
+        ((*SLURM, "nodes=3"), "nodes: given as 2 and as 3; give it once"),
+        (("slurm", "nodes=0", "gpus_per_node=1"), "nodes=0: must be at least 1"),
+        (("slurm", "nodes=two", "gpus_per_node=1"), "nodes=two: expected a whole number"),
         (("slurm", "nodes=2"), "give one of gpus_per_node=<number>"),
         ((*SLURM, "ranks_per_node=2"), "give one of gpus_per_node=<number>"),
         (("slurm", "gpus_per_node=1"), "nodes: give nodes=<number>"),
         ((*SLURM, "hosts=[a]"), "hosts: has no effect on slurm, whose keys are nodes"),
         ((*TORCHRUN, "requeue=2"), "requeue: has no effect on torchrun, whose keys are hosts"),
-        (("torchrun", "hosts=[a;b]", "gpus_per_node=1"), "hosts=[a;b]: give the names or IPv4 addresses"),
-        (("torchrun", "hosts=[a,a]", "gpus_per_node=1"), "hosts=[a,a]: names a host twice"),
+        (("torchrun", "hosts=['a;b']", "gpus_per_node=1"), "hosts=['a;b']: give the names or IPv4 addresses"),
+        (("torchrun", "hosts=[a;b]", "gpus_per_node=1"), "hosts=[a;b]: cannot be read"),
+        (("torchrun", "hosts=[a,a]", "gpus_per_node=1"), "hosts=['a', 'a']: names a host twice"),
+        (("torchrun", "gpus_per_node=1"), "hosts=[]: give the names or IPv4 addresses of all hosts"),
         (SLURM[:-1], "run_dir: give run_dir=<directory>, on a disk that all machines share"),
         (
             ("slurm", "nodes=1", "gpus_per_node=1", "run_dir=run"),
@@ -297,8 +304,8 @@ def test_nothing_imports_torch(tmp_path: Path) -> None:
         ),
         ((*SLURM, "data_parallel=3"), "make 8 ranks: data_parallel=3: 8 devices"),
         ((*SLURM, "balance=manual", "balance.layers=[5,5]"), "balance.layers=[5, 5] makes 2 partitions"),
-        ((*SLURM, "port=70000"), "port=70000: give a whole number from 1 to 65535"),
-        (("slurm", "nodes=2000", "gpus_per_node=1"), "more than 1024 ranks"),
+        ((*SLURM, "port=70000"), "port=70000: must be at most 65535"),
+        ((*SLURM[2:], "slurm", "nodes=1000"), "nodes=1000 gpus_per_node=4: more than 1024 ranks"),
         ((*SLURM, "-m"), "unknown flag -m"),
     ],
 )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,28 @@ def test_a_folder_that_is_a_run_or_has_none_is_fine_and_a_missing_one_an_error(g
     answer = gpipe("runs", "nowhere")
     assert answer.code == 4 and "nowhere: no such directory; give the folder of your runs" in answer.err
     assert gpipe("runs", "a", "b").code == 2
+
+
+NAMES = (
+    *("a b", "a,b", "日本", "x=1", "it's", '"', "${oc.env:HOME}", "a\\", "[a]", "{a}"),
+    *("null", "1e3", "~a", "hydra.x"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_may_have_any_name(gpipe: Gpipe, name: str) -> None:
+    make_run(name, 1)
+    assert [row["run"] for row in gpipe("runs", f"runs/{name}", "--json").json] == [f"runs/{name}"]
+    Path("runs", name).rename(name)
+    assert [row["run"] for row in gpipe("runs", name, "--json").json] == [name]
+
+
+def test_runs_and_copies_are_made_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from gpipe_cli.cli import main; assert main(['runs', '.']) == 0; "
+        "assert main(['cp', 'model/mlp', 'a.yaml']) == 0; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60, cwd=tmp_path)
 
 
 HOSTILE = {
