@@ -162,7 +162,7 @@ def key_table(command: str, words: Sequence[str] = ()) -> list[ConfigKey]:
     """
     words = [*_words_of_file(words), *words]
     given = dict(word.split("=", 1) for word in words if "=" in word)
-    chosen, groups = chosen_options(command, words), default_options(command)
+    chosen, groups = chosen_options(command, words), groups_of(command)
     recipes = _chosen_recipes(given) if takes_recipes(command) else []
     rows = {"config": ConfigKey("config", "str", "null", CONFIG_MEANING)}
     if takes_recipes(command):
@@ -208,7 +208,8 @@ def _words_of_file(words: Iterable[str]) -> list[str]:
 @cache
 def known_keys(command: str) -> tuple[str, ...]:
     """Every key that the command has: those of its schema, and those of the shipped options of its groups."""
-    own = [key.key for key in config_keys(command)]
+    groups = groups_of(command)
+    own = [key.key for key in config_keys(command) if key.type != "group" or key.key in groups]
     inside = [
         f"{group}.{key}"
         for group in GROUPS
