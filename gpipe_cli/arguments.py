@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 from gpipe_cli.config.keys import hint_for_flag, with_keys
@@ -61,11 +61,12 @@ class Invocation:
     """One parsed command line.
 
     words: the overrides, or the arguments of a command without a configuration.
-    search: the words after --help, which say what to show of it.
+    search: the words after --help, which say what to show of it. typed: everything after the command.
     """
 
     words: tuple[str, ...] = ()
     search: str = ""
+    typed: tuple[str, ...] = field(default=(), compare=False)
     help: bool = False
     version: bool = False
     json: bool = False
@@ -117,7 +118,7 @@ def parse(arguments: list[str], command: str = "train") -> Invocation:
     check_given_once(overrides)
     asked = next((at for at, word in enumerate(arguments) if word in ("--help", "-h")), len(arguments))
     search = " ".join(word for word in arguments[asked:] if word in rest and "=" not in word)
-    invocation = Invocation(tuple(overrides), search, **values)
+    invocation = Invocation(tuple(overrides), search, tuple(arguments), **values)
     _check_combinations(invocation)
     return invocation
 

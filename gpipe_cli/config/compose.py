@@ -19,14 +19,14 @@ import hydra
 from hydra import initialize
 from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
 from gpipe_cli.config.config_file import WORD, ConfigFile, primary_name, read_config_file
 from gpipe_cli.config.files import check_references
-from gpipe_cli.config.keys import check_words
+from gpipe_cli.config.keys import check_words, list_options
 from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
@@ -38,7 +38,14 @@ from gpipe_cli.config.schema import (
     TrainConfig,
     TrainedConfig,
 )
-from gpipe_cli.config.sources import IS_1_4, VERSION, Composing, fit_components, search_path, store
+from gpipe_cli.config.sources import (
+    VERSION,
+    Composing,
+    fit_components,
+    register_resolver,
+    search_path,
+    store,
+)
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.config.words import (
     CUSTOM,
@@ -131,14 +138,26 @@ def compose_tree(request: Request) -> DictConfig:
     return _compose(request).tree
 
 
+@final
+@dataclass(frozen=True)
+class SweepWord:
+    """A word of a sweep, with the words that it stands for."""
+
+    given: str
+    each: Sequence[str]
+    """One for each value, or one for each end of an interval."""
+    is_interval: bool = False
+
+
 def expand(words: Sequence[str], command: str) -> list[tuple[str, ...]]:
     """The words of each job of a sweep: every combination of the given values, the last key changing fastest."""
+    return list(product(*(word.each for word in sweep_words(words, command))))
+
+
+def sweep_words(words: Sequence[str], command: str) -> list[SweepWord]:
     with config_errors(command):
-        values = [
-            _sweep_values(override)
-            for override in OverridesParser.create().parse_overrides(list(map(quote_override, words)))
-        ]
-    return list(product(*values))
+        parsed = OverridesParser.create().parse_overrides(list(map(quote_override, words)))
+        return [_sweep_word(word, override) for word, override in zip(words, parsed, strict=True)]
 
 
 def _compose(request: Request) -> _Composed:
@@ -251,9 +270,7 @@ def _hide_environment_values() -> None:
         remember(name, value)
         return value
 
-    # OmegaConf 2.4, which Hydra 1.4 needs, has a new name for it and warns of the old one.
-    register: Any = OmegaConf.register_resolver if IS_1_4 else OmegaConf.register_new_resolver
-    register("oc.env", resolve, replace=True)
+    register_resolver("oc.env", resolve)
 
 
 def _allowed(settings: ModelConfig, words: Sequence[str]) -> list[str]:
@@ -308,8 +325,16 @@ def _refuse_sweeps(words: Sequence[str]) -> None:
             raise ConfigError(f"{line}: several values need -m (a sweep), or [..] for a list")
 
 
-def _sweep_values(override: Override) -> list[str]:
+def _sweep_word(word: str, override: Override) -> SweepWord:
+    key = override.get_key_element()
+    value: Any = override.value()
+    if isinstance(value, Glob):  # Hydra would look for options where it finds its own
+        options = list_options("recipes" if key == "recipe" else key)
+        if not (names := value.filter([option.name for option in options])):
+            raise ConfigError(f"{word}: no option of {key} has such a name")
+        return SweepWord(word, [f"{key}={name}" for name in names])
+    if isinstance(value, IntervalSweep):
+        return SweepWord(word, [f"{key}={value.start}", f"{key}={value.end}"], is_interval=True)
     if override.is_discrete_sweep():
-        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-    assert override.input_line is not None
-    return [override.input_line]
+        return SweepWord(word, [f"{key}={text}" for text in override.sweep_string_iterator()])
+    return SweepWord(word, [word])

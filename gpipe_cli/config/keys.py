@@ -224,6 +224,8 @@ def known_keys(command: str) -> tuple[str, ...]:
 def hint_for_unknown(key: str, command: str) -> str:
     """What to do about a key that the command does not have."""
     group, _, name = key.partition(".")
+    if group == "hydra":
+        return f"see `gpipe {command} --cfg hydra` for the keys of Hydra"
     known = known_keys(command)
     owners = [
         option.name
@@ -303,10 +305,16 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
             is_file = word.endswith((".yaml", ".yml"))
             cure = f"did you mean config={word}?" if is_file else f"see `gpipe {command} --help`"
             raise ConfigError(f"'{word}' is neither a flag nor key=value; {cure}")
+        if key == "hydra.searchpath":
+            raise ConfigError(f"{word}: name the folder by --config-dir, so that gpipe checks its files")
         if sets_hydra(word):
             if command not in SWEPT:
                 raise ConfigError(f"{key}: gpipe {command} does not run through Hydra; leave it out")
             continue
+        if key == "jobs":
+            raise ConfigError(
+                f"{word}: give hydra/launcher=joblib hydra.launcher.n_jobs={value or 2} to a sweep (-m) instead"
+            )
         if group == "recipe" and (
             not takes_recipes(command) or (continues_run and "resume=auto" not in words)
         ):

@@ -49,6 +49,8 @@ def _missing_option(error: MissingConfigException) -> str:
             f"--config-name {missing}: no such config; it is looked for in the folder given as --config-dir"
         )
     wanted = f"{'recipe' if group == 'recipes' else group}={option}: no such option"
+    if group in ("hydra/launcher", "hydra/sweeper"):
+        wanted += "; pip install 'gpipe-cli[sweeps]' adds joblib, submitit and Optuna"
     return f"{wanted}; {or_list(option, available)}" if available else wanted
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -66,12 +66,13 @@ def search_path(command: str, composing: Composing, config: HydraConf | None = N
     """
     check_shadowing(composing.config_dir)
     _register_plugins()
+    outer = GlobalHydra.instance().hydra  # of the sweep that this job belongs to
+    outer_config = None if outer is None else ConfigStore.instance().load("hydra/config.yaml").node
+    GlobalHydra.instance().clear()
     for base, schema in SCHEMAS.items():
         if issubclass(SCHEMAS[command], schema):  # gpipe launch-script begins with the files of gpipe train
             store(f"{base}_schema", SCHEMAS[command])
     store("config", SINGLE_JOB if config is None else config, group="hydra")
-    outer = GlobalHydra.instance().hydra  # of the sweep that this job belongs to
-    GlobalHydra.instance().clear()
     _open.append(composing)
     try:
         yield
@@ -80,6 +81,7 @@ def search_path(command: str, composing: Composing, config: HydraConf | None = N
         GlobalHydra.instance().clear()
         if outer is not None:
             GlobalHydra.instance().initialize(outer)
+            store("config", outer_config, group="hydra")
 
 
 def store(name: str, node: Any, **place: Any) -> None:
@@ -89,8 +91,14 @@ def store(name: str, node: Any, **place: Any) -> None:
         _stored[(name, *place.values())] = node
 
 
-@cache
+def register_resolver(name: str, resolve: Callable[..., Any]) -> None:
+    # OmegaConf 2.4, which Hydra 1.4 needs, has a new name for it and warns of the old one.
+    register: Any = OmegaConf.register_resolver if IS_1_4 else OmegaConf.register_new_resolver
+    register(name, resolve, replace=True)
+
+
 def _register_plugins() -> None:
+    # Each time: a launcher's worker gets the plugins of the process that started it anew with every job.
     Plugins.instance().register(YamlFolder)
     Plugins.instance().register(GpipeSearchPath)
 

@@ -169,6 +169,13 @@ def quote_override(word: str) -> str:
     return f"{key}={quoted(value)}"
 
 
+def text_word(key: str, text: object) -> str:
+    """The word that sets the key to this text, whatever characters it has, in quotes only if it needs them."""
+    value = str(text)
+    is_plain = value == value.strip() and not _STRUCTURE.search(value) and "${" not in value
+    return f"{key}={value if is_plain else quoted(escape_references(value))}"
+
+
 def escape_references(text: str) -> str:
     """The text, written so that OmegaConf reads it as it is: a backslash makes plain text of a reference."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)

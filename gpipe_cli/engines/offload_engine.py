@@ -155,7 +155,8 @@ class OffloadEngine:
     def state(self) -> EngineState:
         self._use_averages(True)
         # Stores run in the background: only now does the tier hold the values of the last step.
-        self._wait_until_stored()
+        for prefetcher in self._prefetchers:
+            prefetcher.wait_until_stored()
         state = self._engine.state()
         if self._update is not None:
             states = [state.take() for state in self._optimizer_states.values()]
@@ -167,7 +168,6 @@ class OffloadEngine:
 
     def load_state(self, state: EngineState) -> None:
         """Load slice by slice, so that no more of the model is in memory than while it trains."""
-        self._wait_until_stored()
         if self._loads_optimizer(state) and not self._averages:
             state = without_averages(state, self.module)
         # Everything is checked before the first tensor is written.
@@ -294,10 +294,6 @@ class OffloadEngine:
         """Read the value of a tensor of the state, which itself may have no storage."""
         values = (stored.get(tensor) for slice in self._slices() for stored in slice.all_stored)
         return next((value for value in values if value is not None), tensor)
-
-    def _wait_until_stored(self) -> None:
-        for prefetcher in self._prefetchers:
-            prefetcher.wait_until_stored()
 
     def _transfers(self) -> Transfers:
         transfers = [prefetcher.worker.transfers for prefetcher in self._prefetchers]

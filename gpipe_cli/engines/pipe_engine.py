@@ -216,7 +216,7 @@ class PipeEngine:
             tensors, numbers = ({}, {}) if self._optimizer_state is None else self._optimizer_state.take()
             numbers = {"optimizer": numbers, "scaler": self._update.scaler.state_dict()}
             state = replace(state, optimizer=tensors, numbers=numbers)
-        # The last update may still be queued, and a snapshot is written by a thread with streams of its own.
+        # The last update may still be queued, and the thread that writes a snapshot may use other streams.
         synchronize(self._devices)
         return self._collectives.saved_part(state)
 

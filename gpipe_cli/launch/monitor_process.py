@@ -145,7 +145,7 @@ class _Monitor:
 
     def _status(self) -> RankStatus:
         # Whether it has ended comes first: it writes its report before.
-        ended = _wait(self._rank_ends, 0)
+        ended = _wait_for_end(self._rank_ends, 0)
         step_began = self._heartbeats.read()[self._task.rank]
         takes_long = step_began != NOT_IN_STEP and time.monotonic() - step_began > MISSED_SECONDS
         return RankStatus(
@@ -165,14 +165,14 @@ class _Monitor:
         self._tell_rank({"verdict": [verdict.exit_code, str(verdict)]})
         if self._link.reached_alone and task.prints:
             print_status(f"gpipe: error: {verdict}")
-        ended = _wait(self._rank_ends, STUCK_SECONDS)
+        ended = _wait_for_end(self._rank_ends, STUCK_SECONDS)
         report = self._files.read_exit_report(task.rank)
         if not ended and report is not None:
-            ended = _wait(self._rank_ends, CLOSING_SECONDS - STUCK_SECONDS)
+            ended = _wait_for_end(self._rank_ends, CLOSING_SECONDS - STUCK_SECONDS)
         if not ended:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._rank_ends, signal.SIGKILL)
-            _wait(self._rank_ends, STUCK_SECONDS)
+            _wait_for_end(self._rank_ends, STUCK_SECONDS)
         if not ended or report is None:
             self._speak_for_rank(verdict)
         self._end_agent()
@@ -199,7 +199,7 @@ class _Monitor:
 
     def _end_agent(self) -> None:
         """Kill torchrun if it waits for a store that does not answer: no signal that it handles reaches it then."""
-        if self._agent_ends is None or _wait(self._agent_ends, AGENT_SECONDS):
+        if self._agent_ends is None or _wait_for_end(self._agent_ends, AGENT_SECONDS):
             return
         # With restarts left it goes on, but it must have noticed that its rank has ended. The kernel keeps the
         # state of a dead child until its parent asks.
@@ -209,7 +209,7 @@ class _Monitor:
             signal.pidfd_send_signal(self._agent_ends, signal.SIGKILL)
 
 
-def _wait(pidfd: int, seconds: float) -> bool:
+def _wait_for_end(pidfd: int, seconds: float) -> bool:
     """Wait for the end of a process; whether it has ended."""
     return bool(select.select([pidfd], [], [], seconds)[0])
 

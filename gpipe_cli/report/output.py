@@ -21,6 +21,8 @@ from gpipe_cli.report.formatting import one_line, printable
 from gpipe_cli.safe_files import open_regular
 
 STDIN, STDOUT, STDERR = 0, 1, 2
+line_begin = ""
+"""What each line of status begins with: the number of the job, in a process beside others."""
 LOCAL_FLAGS = 3
 """The place of the local modes in what `termios.tcgetattr` returns."""
 
@@ -75,7 +77,7 @@ def redirect_streams(path: Path, base: Path) -> None:
 
 def print_status(line: str) -> None:
     """Print a line to stderr that is not part of the result."""
-    sys.stderr.write(f"{one_line(line)}\n")
+    sys.stderr.write(f"{line_begin}{one_line(line)}\n")
     sys.stderr.flush()
 
 

@@ -32,8 +32,8 @@ from gpipe_cli.training.snapshot.durable import UNFINISHED, write_file
 from gpipe_cli.training.snapshot.manifest import is_snapshot, run_directory_of
 
 MAX_NAME_LENGTH = 80
-LEFTOVERS = (LOCK_NAME, f"config.yaml{UNFINISHED}")
-"""What a run leaves that was killed before it had a configuration; the next run in the directory replaces it."""
+LEFTOVERS = (LOCK_NAME, f"config.yaml{UNFINISHED}", ".hydra", "gpipe.log")
+"""What a run leaves that was killed before it had a configuration, and what Hydra writes before a run if told to."""
 
 
 def check_run_dir(run_dir: str | None) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.accelerator import simulator
-from tests.accelerator.marked import TESTS
+from tests.accelerator.marked import TESTS, marked_files
 from tests.accelerator.mutations import all_mutations
 
 
@@ -22,6 +22,12 @@ def found_and_missed(*files: str) -> tuple[list[str], list[str]]:
     missed = [line for line in lines if line.endswith("NOT FOUND")]
     assert answer.returncode == len(missed), answer.stderr
     return [line for line in lines if line not in missed], missed
+
+
+def test_a_wait_for_a_process_was_taken_for_one_for_a_device() -> None:
+    """Its function had the name of one that waits for streams, in a folder without tests on simulated devices."""
+    tested = {path.parent.name for path in marked_files()}
+    assert [str(mutation) for mutation in all_mutations() if mutation.file.split("/")[0] not in tested] == []
 
 
 @pytest.mark.slow

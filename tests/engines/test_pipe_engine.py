@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -335,3 +336,16 @@ def test_only_a_measured_step_waits_for_the_end_of_the_update(simulated: Any) ->
     last = simulated.host_syncs()[-len(devices) :]
     assert all("streams.py" in sync and "synchronize" in sync for sync in last)
     engine.close()
+
+
+@pytest.mark.accelerator
+def test_another_thread_may_read_the_state_of_an_update_on_a_stream_of_the_caller(simulated: Any) -> None:
+    device = simulated.devices[0]
+    with torch.Stream(device):
+        engine = single.build(EngineSpec(model(), objective(), [5], [device], chunks=3, eval_chunks=2))
+        engine.train_step(batch(), key=0, lr=0.1, measure=False)
+        state = engine.state()
+    with ThreadPoolExecutor(1) as writer:
+        writer.submit(lambda: [tensor.cpu() for tensor in (state.model | state.optimizer).values()]).result()
+    engine.close()
+    assert simulated.races() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -98,14 +99,17 @@ def test_slices_are_read_from_their_tier_when_they_are_stored(device: torch.devi
 def test_the_state_of_the_engine_is_what_the_last_update_stored(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = tiers._CpuRegion.write
+    write, wait = tiers._CpuRegion.write, SlicePrefetcher.wait_until_stored
+    awaited = threading.Event()
 
-    def write_later(self: Any, begin: int, source: torch.Tensor) -> None:
-        for _ in range(10):
-            source.float()
+    def write_when_awaited(self: Any, begin: int, source: torch.Tensor) -> None:
+        assert awaited.wait(60), "nobody waits until the tier holds the slice"
         write(self, begin, source)
 
-    monkeypatch.setattr(tiers._CpuRegion, "write", write_later)
+    def wait_for_late_copies(self: SlicePrefetcher) -> None:
+        awaited.set()
+        wait(self)
+
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     weights = [parameter.detach().clone() for parameter in module.parameters()]
     optimizer = partial(torch.optim.SGD, lr=0.0)
@@ -123,9 +127,12 @@ def test_the_state_of_the_engine_is_what_the_last_update_stored(
         make_sample=lambda: sample,
     )
     with closing(offload.build(spec, slices=2)) as engine:
+        monkeypatch.setattr(tiers._CpuRegion, "write", write_when_awaited)
+        monkeypatch.setattr(SlicePrefetcher, "wait_until_stored", wait_for_late_copies)
         engine.train_step(batch, key=0, lr=1.0, measure=False)
         state = engine.state()
         found = [state.value(tensor).clone() for tensor in state.model.values()]
+        awaited.set()  # closing waits for the thread that copies
     plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     for parameter, weight in zip(plain.parameters(), weights, strict=True):
         parameter.data.copy_(weight)
