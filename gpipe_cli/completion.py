@@ -15,7 +15,7 @@ from gpipe_cli.arguments import flags_of
 from gpipe_cli.commands.ls import PLURALS, TOPICS
 from gpipe_cli.config.checks import CHOICES
 from gpipe_cli.config.keys import key_table, list_options
-from gpipe_cli.config.schema import SCHEMAS
+from gpipe_cli.config.schema import SCHEMAS, SWEPT
 from gpipe_cli.config.words import SCALE_KEY, SCALES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
@@ -89,7 +89,7 @@ def _keys_and_values(command: str, earlier: Sequence[str], last: str) -> list[st
     key, equals, value = last.partition("=")
     values: Iterable[str] = {**CHOICES, **HYDRA, SCALE_KEY: SCALES}.get(key, ())
     if not equals:
-        return _starting_with(last, (f"{name}=" for name in (*rows, *(HYDRA if "model" in rows else ()))))
+        return _starting_with(last, (f"{name}=" for name in (*rows, *(HYDRA if command in SWEPT else ()))))
     if key in rows and key in PATH_KEYS:
         return _paths(f"{key}=", value, PATH_KEYS[key])
     if key in rows and rows[key].type == "group":

@@ -121,7 +121,8 @@ def _keys(command: str, invocation: Invocation) -> dict[str, dict[str, str]]:
 def _group(row: ConfigKey, invocation: Invocation) -> dict[str, str]:
     """A group with its options. A search sees each option, and the keys that only options which are not chosen have."""
     options = {option.name: option for option in list_options("recipes" if row.key == "recipe" else row.key)}
-    if row.default and row.default not in options and ":" not in row.default and not invocation.config_dir:
+    is_name = re.fullmatch(r"\w+", row.default)  # neither code of the user nor several options of a sweep
+    if is_name and row.default not in options and not invocation.config_dir:
         raise ConfigError(f"{row.key}={row.default}: {or_list(row.default, options)}")
     if not invocation.search:
         # Nobody of us has run the recipes that need more devices than a test has.

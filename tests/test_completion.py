@@ -62,6 +62,7 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("gpipe launch-script slurm model=hf model.pa", ["model.path="]),
         ("gpipe runs watch=", ["watch=true", "watch=false"]),
         ("gpipe runs hydra", []),
+        ("gpipe launch-script slurm hydra", []),
         ("gpipe train config=", ["config=first/", "config=my.yaml"]),
         ("gpipe train chunks=8 config=m", ["config=my.yaml"]),
         ("gpipe eval run=", ["run=first/"]),

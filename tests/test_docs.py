@@ -278,12 +278,18 @@ def unknown(line: str) -> list[str]:
         | {"recipe", "recipe.scale", "config"}
         | {f"{group}.{key}" for group in GROUPS for key in KEYS[group]}
     )
-    own = tuple(key.removesuffix("_target_") for key in pairs if key.endswith("._target_"))
+    code = [key for key, value in pairs.items() if key in GROUPS and ":" in value]
+    own = (
+        *(f"{key}." for key in code),
+        *(key.removesuffix("_target_") for key in pairs if key.endswith("._target_")),
+    )
     wrong = [
         key for key in pairs if key not in keys and key not in GROUPS and not (own and key.startswith(own))
     ]
     return wrong + [
-        f"{key}={value}" for key, value in pairs.items() if value not in OPTIONS.get(key, {value})
+        f"{key}={value}"
+        for key, value in pairs.items()
+        if key not in code and value not in OPTIONS.get(key, {value})
     ]
 
 

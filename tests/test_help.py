@@ -179,6 +179,7 @@ def test_an_option_that_there_is_not_is_answered_as_without_help() -> None:
     with pytest.raises(ConfigError, match=r"model=resnt18: did you mean 'resnet18'\?"):
         shown("train model=resnt18 --help")
     assert "model.num_classes" not in shown("train model=nets:build --help")
+    assert "chunks=4" in shown("train -m model=resnet18,resnet34 --help")
     assert "mine" not in shown("train model=mine --config-dir conf --help")
 
 
