@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from gpipe_cli.config.schema import COMPONENT_GROUPS
 from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.report.formatting import hidden_character, no_hidden
 
 SMALL = "small"
 SCALES = ("full", SMALL)
@@ -54,6 +55,13 @@ def sets_hydra(word: str) -> bool:
     """Whether it configures Hydra: `hydra.sweep.dir=x`, `hydra/launcher=joblib`, `+model@hydra.job=x`."""
     key, _, package = word.lstrip("+~").partition("=")[0].partition("@")
     return any(re.split(r"[./@:]", name)[0] == "hydra" for name in (key, package.removeprefix("_global_.")))
+
+
+def check_characters(words: Iterable[str]) -> None:
+    """Refuse invisible characters, which nobody typed on purpose."""
+    for word in words:
+        if override_key(word) not in ANY_CHARACTER and (hidden := hidden_character(word)):
+            raise ConfigError(f"{override_key(word)}: {no_hidden(hidden)}")
 
 
 def check_given_once(words: Iterable[str]) -> None:
