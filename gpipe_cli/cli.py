@@ -29,6 +29,7 @@ from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.run_directory import resumed_directory
 from gpipe_cli.training.signals import as_stopped, ignore_signals, stop_immediately
 
+HELP = ("--help", "-h", "help")
 COMPLETION = ("-sc", "--shell-completion")
 RUNS_NOTHING = ("--help", "-h", "--version", "-V", "--dry-run", "--cfg", "-c", "--info", "-i", "--hydra-help")
 
@@ -71,15 +72,17 @@ def _dispatch(arguments: list[str]) -> int:
     if command in COMPLETION:
         complete(rest)
         return 0
-    if command in ("--help", "-h", "help"):
-        return _say(command_help(_known(rest[0])) if rest else overview())
+    if command in HELP and not rest:
+        return _say(overview())
+    if command in HELP:
+        command, rest = rest[0], ["--help", *rest[1:]]
     if command in ("--version", "-V"):
         return _say(f"gpipe {__version__}")
-    invocation = parse(rest, command=_known(command))
+    invocation = parse(rest, _known(command))
     if invocation.version:
         return _say(f"gpipe {__version__}")
     if invocation.help:
-        return _say(command_help(command))
+        return _say(command_help(command, invocation))
     if command in SCHEMAS:
         return _configured(command, invocation)
     module = importlib.import_module(f"gpipe_cli.commands.{command}")
@@ -106,7 +109,7 @@ def _configured(command: str, invocation: Invocation) -> int:
     if invocation.cfg == "job":
         print_config(request, invocation.package, resolve=invocation.resolve)
         return 0
-    if invocation.asks_hydra:
+    if invocation.cfg or invocation.info or invocation.hydra_help:
         ask_hydra(request, invocation)
         return 0
     began = _job_start()

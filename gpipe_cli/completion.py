@@ -11,31 +11,27 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gpipe_cli.arguments import flag_names
+from gpipe_cli.arguments import flags_of
 from gpipe_cli.commands.ls import PLURALS, TOPICS
-from gpipe_cli.config.keys import chosen_options, list_options, takes_recipes
-from gpipe_cli.config.schema import GROUPS, config_keys
+from gpipe_cli.config.checks import CHOICES
+from gpipe_cli.config.keys import key_table, list_options
+from gpipe_cli.config.schema import SCHEMAS, SWEPT
 from gpipe_cli.config.words import SCALE_KEY, SCALES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
 
-LAUNCH_SCRIPT, KINDS = "launch-script", ("slurm", "torchrun")
+HYDRA = {
+    "hydra/launcher": ("basic", "joblib", "submitit_local", "submitit_slurm"),
+    "hydra/sweeper": ("basic", "optuna"),
+}
+"""The groups of Hydra for sweeps, with the options that gpipe-cli[sweeps] installs."""
 TASKS = ("install", "uninstall", "query")
-WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
+REMOVE = {"bash": "complete -r gpipe", "zsh": "compdef -d gpipe", "fish": "complete -c gpipe -e"}
 PATH_KEYS: dict[str, tuple[str, ...] | None] = {
     "config": (".yaml", ".yml"),
-    "data.path": None,
-    "data.root": (),
-    "data.tokenizer": None,
-    "input": None,
-    "model.path": (),
-    "model.weights": WEIGHTS,
-    "out": None,
-    "resume": (),
-    "run": (),
-    "run_dir": (),
-    "snapshot": (),
-    "weights": WEIGHTS,
+    **dict.fromkeys(("data.root", "folder", "model.path", "resume", "run", "run_dir", "snapshot"), ()),
+    **dict.fromkeys(("model.weights", "weights"), (".safetensors", ".pth", ".pt", ".bin")),
+    **dict.fromkeys(("data.path", "data.tokenizer", "input", "out", "page", "schedule.path", "target"), None),
 }
 """Keys whose value is a path, each with the suffixes of its files: none for a directory, None for any file."""
 MOST_PATHS = 1000
@@ -43,106 +39,64 @@ _SAFE_PATH = re.compile(r"[\w./@%+,:~-]+")
 """A shell expands the candidates it gets, so a name that could run a command must not be among them."""
 
 
-SCRIPTS = {
-    "bash": """_gpipe() {
-    local line="${COMP_LINE:0:COMP_POINT}"
-    local word="${line##* }"
-    mapfile -t COMPREPLY < <(COMP_LINE="$line" gpipe -sc query=bash)
-    # Where bash takes `=` for the end of a word, it replaces only what comes after it.
-    if [[ $word == *=* && $COMP_WORDBREAKS == *=* ]]; then
-        COMPREPLY=("${COMPREPLY[@]#"${word%%=*}="}")
-    fi
-}
-complete -o nospace -o default -F _gpipe gpipe
-""",
-    "zsh": """_gpipe() {
-    local -a candidates
-    candidates=("${(@f)$(COMP_LINE="${BUFFER[1,CURSOR]}" gpipe -sc query=zsh)}")
-    compadd -S '' -a candidates
-}
-compdef _gpipe gpipe
-""",
-    "fish": "complete -c gpipe -f -a '(COMP_LINE=(commandline -cp) gpipe -sc query=fish)'\n",
-}
-UNINSTALL = {"bash": "complete -r gpipe\n", "zsh": "compdef -d gpipe\n", "fish": "complete -c gpipe -e\n"}
-
-
 def complete(words: list[str]) -> None:
     """Answer `gpipe -sc query=bash`, or print the script of `gpipe -sc install=bash`."""
-    task, _, shell = (words or [""])[0].partition("=")
-    if len(words) != 1 or task not in TASKS or shell not in SCRIPTS:
-        given = " ".join(words)
-        raise ConfigError(
-            f"-sc {given}: choose one of: {', '.join(f'{name}=bash' for name in TASKS)}, or fish, or zsh"
-        )
-    if task != "query":
-        sys.stdout.write((SCRIPTS if task == "install" else UNINSTALL)[shell])
-        return
-    try:
-        candidates = _candidates(os.environ.get("COMP_LINE", ""))
-    except Exception:  # noqa: BLE001 - a shell would print the message into the line that is being typed
-        candidates = []
-    sys.stdout.write("".join(f"{candidate}\n" for candidate in candidates))
+    task, _, shell = " ".join(words).partition("=")
+    if task not in TASKS or shell not in REMOVE:
+        tasks = ", ".join(f"{name}=bash" for name in TASKS)
+        raise ConfigError(f"-sc {' '.join(words)}: choose one of: {tasks}, or fish, or zsh")
+    if task == "install":
+        sys.stdout.write(Path(__file__).with_suffix(f".{shell}").read_text(encoding="utf-8"))
+    elif task == "uninstall":
+        sys.stdout.write(f"{REMOVE[shell]}\n")
+    else:
+        try:
+            found = _candidates(os.environ.get("COMP_LINE", ""))
+        except Exception:  # noqa: BLE001 - a shell would print the message into the line that is being typed
+            found = []
+        sys.stdout.write("".join(f"{candidate}\n" for candidate in found))
 
 
 def _candidates(line: str) -> list[str]:
     """The possible completions of the last word of the line."""
-    _program, _, typed = line.lstrip().partition(" ")
-    command, space, rest = typed.lstrip().partition(" ")
-    last = rest.rpartition(" ")[2]
-    if not space:
-        return _starting_with(command, (*COMMANDS, "--help", "--version"))
-    if command not in COMMANDS:
-        return []
-    if last.startswith("-"):
-        return _starting_with(last, flag_names(command, configured=COMMANDS[command].configured))
-    key, equals, value = last.partition("=")
-    if equals and key in PATH_KEYS and not (key == "snapshot" and command == "train"):
-        return _paths(f"{key}=", value, PATH_KEYS[key])
+    _program, *words = line.lstrip().split(" ")
+    *words, last = [*filter(None, words[:-1]), *words[-1:]] or [""]
+    command, *earlier = words or [""]
+    if not words:
+        return _starting_with(last, (*COMMANDS, "--help", "--version"))
+    if last.startswith("-") and command in COMMANDS:
+        return _starting_with(last, (name for flag in flags_of(command) for name in flag.names))
     if command == "ls":
         return _starting_with(last, sorted({*TOPICS, *PLURALS}))
-    if last.startswith("recipe.") and COMMANDS[command].configured and takes_recipes(command):
-        return _starting_with(last, (f"{SCALE_KEY}={scale}" for scale in SCALES))
-    if command == "cp" and " " not in rest.lstrip():
-        if last.startswith("run/"):
-            return _paths("run/", last.removeprefix("run/"), ())
-        options = (f"{topic}/{option.name}" for topic in TOPICS for option in list_options(topic))
+    if command == "launch-script" and not earlier:
+        return _starting_with(last, CHOICES["kind"])
+    if command == "cp" and not earlier and last.startswith("run/"):
+        return _paths("run/", last.removeprefix("run/"), ())
+    if command == "cp" and not earlier:
+        topics = {**{topic: topic for topic in TOPICS}, "recipe": "recipes"}
+        options = (
+            f"{name}/{option.name}" for name, topic in topics.items() for option in list_options(topic)
+        )
         return _starting_with(last, ("run/", *options))
-    earlier = [word for word in rest.split(" ")[:-1] if "=" in word and not word.startswith("-")]
-    if command == LAUNCH_SCRIPT and " " in rest.lstrip():
-        own = _starting_with(last, (f"{key}=" for key in COMMANDS[command].keys))
-        return [*own, *(word for word in _keys_and_options("train", earlier, last) if word not in own)]
-    if not COMMANDS[command].configured:
-        return _starting_with(last, _usage_words(command, last))
-    return _keys_and_options(command, earlier, last)
+    if command not in SCHEMAS or (command in ("cp", "report", "runs") and not last):
+        return []  # so that the shell offers its files
+    return _keys_and_values(command, earlier, last)
 
 
-def _usage_words(command: str, last: str) -> list[str]:
-    """The keys in the usage of a command, such as `out=`, and the values that it lists, such as `format=hf`."""
-    if command == LAUNCH_SCRIPT:
-        return list(KINDS)
-    usage = COMMANDS[command].usage
-    if not last and re.match(r"gpipe \w+ \[?<", usage):  # a directory, which the shell itself completes
-        return []
-    pairs = re.findall(r"\b(\w+)=([\w|]*)", usage)
-    return [f"{key}={value}" for key, values in pairs for value in values.split("|")]
-
-
-def _keys_and_options(command: str, earlier: Sequence[str], last: str) -> list[str]:
-    """Keys of the command and of the options that the earlier words choose; after `group=`, its options."""
-    key, equals, _ = last.partition("=")
-    chosen = chosen_options(command, earlier)
-    if equals:
-        group = "recipes" if key == "recipe" else key
-        known = group in chosen or (group == "recipes" and takes_recipes(command))
-        return _starting_with(last, (f"{key}={option.name}" for option in list_options(group) if known))
-    own = dict.fromkeys(
-        field.key if field.key.partition(".")[0] not in GROUPS else field.key.partition(".")[0]
-        for field in config_keys(command)
-    )
-    inside = [f"{group}.{name}" for group, option in chosen.items() for name in option.keys]
-    extra = ["config", *(["recipe", SCALE_KEY] if takes_recipes(command) else [])]
-    return _starting_with(last, (f"{name}=" for name in (*own, *inside, *extra)))
+def _keys_and_values(command: str, earlier: Sequence[str], last: str) -> list[str]:
+    """Keys of the command and of the options that the earlier words choose; after `key=`, its values."""
+    rows = {row.key: row for row in key_table(command, earlier)}
+    key, equals, value = last.partition("=")
+    values: Iterable[str] = {**CHOICES, **HYDRA, SCALE_KEY: SCALES}.get(key, ())
+    if not equals:
+        return _starting_with(last, (f"{name}=" for name in (*rows, *(HYDRA if command in SWEPT else ()))))
+    if key in rows and key in PATH_KEYS:
+        return _paths(f"{key}=", value, PATH_KEYS[key])
+    if key in rows and rows[key].type == "group":
+        values = (option.name for option in list_options("recipes" if key == "recipe" else key))
+    elif key in rows and rows[key].default in ("true", "false"):
+        values = ("true", "false")
+    return _starting_with(last, (f"{key}={name}" for name in values))
 
 
 def _paths(prefix: str, typed: str, suffixes: tuple[str, ...] | None) -> list[str]:
@@ -151,12 +105,9 @@ def _paths(prefix: str, typed: str, suffixes: tuple[str, ...] | None) -> list[st
     paths = []
     try:
         for path in sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())[:MOST_PATHS]:
-            if not path.name.startswith(start) or (path.name.startswith(".") and not start):
-                continue
-            if path.is_dir():
-                paths.append(f"{folder}{slash}{path.name}/")
-            elif suffixes is None or path.suffix in suffixes:
-                paths.append(f"{folder}{slash}{path.name}")
+            is_listed = path.name.startswith(start) and (start or not path.name.startswith("."))
+            if is_listed and (path.is_dir() or suffixes is None or path.suffix in suffixes):
+                paths.append(f"{folder}{slash}{path.name}{'/' if path.is_dir() else ''}")
     except (OSError, RuntimeError, ValueError):  # no such folder, no such user, not a name
         return []
     return [f"{prefix}{path}" for path in paths if _SAFE_PATH.fullmatch(path)]

@@ -57,7 +57,6 @@ def test_a_flag_without_its_value_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("-m --run", "--multirun and --run exclude each other"),
         ("-m --cfg job", "--multirun and --cfg exclude each other"),
         ("--cfg jop", "--cfg jop: did you mean 'job'?"),
         ("--resolve", "--resolve needs --cfg"),
@@ -104,6 +103,13 @@ def test_a_command_takes_only_the_flags_that_it_uses(command: str, flags: str) -
 )
 def test_words_without_a_key_get_that_of_their_place(command: str, words: list[str], keys: list[str]) -> None:
     assert parse(words, command=command).words == tuple(keys)
+
+
+def test_the_words_after_help_are_searched_for() -> None:
+    assert parse(["model=hf", "--help", "learning", "rate"]).search == "learning rate"
+    assert parse(["-h", "--json", "lr", "model=hf"]).search == "lr"
+    assert parse(["folder", "--help"], command="runs").search == ""
+    assert parse(["--help", "watch"], command="runs").search == "watch"
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from gpipe_cli.cli import main
+from gpipe_cli.config.fields import config_keys
 from gpipe_cli.config.keys import list_options
-from gpipe_cli.config.schema import GROUPS, config_keys
-from gpipe_cli.help import COMMANDS
+from gpipe_cli.config.schema import GROUPS, SCHEMAS
 from make_docs.__main__ import DOCS
 from make_docs.__main__ import PAGES as GENERATED
 
@@ -274,22 +274,28 @@ KEYS = {group: {key for option in list_options(group) for key in option.keys} fo
 def unknown(line: str) -> list[str]:
     """What a command names that there is not, without composing it: a key, an option of a group."""
     command, *words = shlex.split(line)[1:]
-    if not COMMANDS[command].configured:
+    if command not in SCHEMAS:
         return []
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
     keys = (
         {field.key for field in config_keys(command)}
-        | {"recipe", "config"}
+        | {"recipe", "recipe.scale", "config"}
         | {f"{group}.{key}" for group in GROUPS for key in KEYS[group]}
     )
-    own = tuple(key.removesuffix("_target_") for key in pairs if key.endswith("._target_"))
+    code = [key for key, value in pairs.items() if key in GROUPS and ":" in value]
+    own = (
+        *(f"{key}." for key in code),
+        *(key.removesuffix("_target_") for key in pairs if key.endswith("._target_")),
+    )
     wrong = [
         key
         for key in pairs
         if key not in keys and key not in GROUPS and not key.startswith(("hydra.", "hydra/", *own))
     ]
     return wrong + [
-        f"{key}={value}" for key, value in pairs.items() if value not in OPTIONS.get(key, {value})
+        f"{key}={value}"
+        for key, value in pairs.items()
+        if key not in code and value not in OPTIONS.get(key, {value})
     ]
 
 

@@ -1,19 +1,35 @@
-"""The options that ship with gpipe: the YAML files of each group under conf/, and those under recipes/.
+"""The keys of each command, and the options that ship with gpipe: the YAML files under conf/ and recipes/.
 
 Imports neither Hydra nor torch, so that help, listing and completion stay quick.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS, SWEPT, config_keys
-from gpipe_cli.config.words import SCALE_KEY, override_key, sets_hydra
+from gpipe_cli.config.fields import ConfigKey, config_keys
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, POSITIONAL, SCHEMAS, SWEPT
+from gpipe_cli.config.words import (
+    CONFIG_MEANING,
+    SCALE_KEY,
+    SMALL,
+    escape_references,
+    override_key,
+    quoted,
+    sets_hydra,
+)
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
+
+_OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w.]*=|~[A-Za-z_][\w.]*\Z")
+QUOTES = "\"'"
+LARGEST_FILE = 65_536
+"""Bytes of a file of keys that help and completion read."""
 
 
 @cache
@@ -40,6 +56,12 @@ class Option:
         lines = self.path.read_text(encoding="utf-8").splitlines()
         comments = (line.lstrip("# ") for line in lines if line.startswith("#"))
         return next((comment for comment in comments if not comment.startswith("@")), "")
+
+    def notes(self, name: str) -> list[str]:
+        """The comments `# name: text`; one that ends in a backslash goes on in the next line."""
+        text = self.path.read_text(encoding="utf-8")
+        found = re.findall(rf"^# {name}: ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
+        return [note.replace("\n# ", "\n") for note in found]
 
     @property
     def keys(self) -> dict[str, tuple[str, str]]:
@@ -69,12 +91,20 @@ class Option:
         return None if match is None else match[1]
 
     @property
+    def ignores(self) -> list[str]:
+        """The keys that have no effect with an engine.
+
+        Its module declares them in TRAITS. Importing the module would import torch, so its text is read.
+        """
+        module = f"{(self.target or '').rpartition('.')[0].replace('.', '/')}.py"
+        text = (Path(__file__).parents[2] / module).read_text(encoding="utf-8")
+        declared = re.search(r"ignored_keys=frozenset\(\s*\{(.*?)\}", text, flags=re.DOTALL)
+        return [] if declared is None else re.findall(r'"([\w.]+)"', declared[1])
+
+    @property
     def facts(self) -> dict[str, str]:
         """The pairs of a comment such as `# facts: parameters=11181642 layers=10`."""
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            if line.startswith("# facts:"):
-                return dict(pair.split("=", 1) for pair in line.removeprefix("# facts:").split())
-        return {}
+        return dict(pair.split("=", 1) for line in self.notes("facts") for pair in line.split())
 
 
 def list_options(group: str) -> list[Option]:
@@ -95,31 +125,91 @@ def default_options(command: str) -> dict[str, Option]:
 def chosen_options(command: str, words: Iterable[str]) -> dict[str, Option]:
     """The option of each group that the command uses, if these words are given; none where it is not one of ours.
 
-    The words choose before the model, which picks matching data, and the model before a recipe.
+    The words choose before a recipe, and a recipe before its model, which picks matching data.
     """
     given = dict(word.split("=", 1) for word in words if "=" in word)
-    recipe = given.get("recipe", given.get("recipes"))
-    listed = [option for option in list_options("recipes") if option.name == recipe]
-    chosen = dict(re.findall(r"^  - (?:override /)?(\w+): (\w+)$", _primary(command), flags=re.MULTILINE))
-    chosen |= {key: name for option in listed for key, name in option.picks.items()}
+    recipes = _chosen_recipes(given)
+    picks = {group: name for recipe in recipes for group, name in recipe.picks.items()}
+    # A recipe may bring a component of its own. Both its keys and those of a word replace an option.
+    replaced = {key for recipe in recipes for key in recipe.keys if key.partition(".")[0] not in given}
+    replaced |= given.keys()
+    default = dict(re.findall(r"^  - (?:override /)?(\w+): (\w+)$", _primary(command), flags=re.MULTILINE))
+    picks |= {group: name for group, name in given.items() if group in default}
     models = {option.name: option for option in list_options("model")}
-    model = models.get(given.get("model") or chosen.get("model", ""))
-    chosen |= {} if model is None else model.picks
-    chosen |= {group: name for group, name in given.items() if group in chosen}
+    model = models.get(picks.get("model") or default.get("model", ""))
     return {
         group: option
-        for group, name in chosen.items()
+        for group, name in {**default, **({} if model is None else model.picks), **picks}.items()
         for option in list_options(group)
         if option.name == name
         and group not in NO_EFFECT.get(command, ())
-        and f"{group}._target_" not in given
+        and f"{group}._target_" not in replaced
     }
+
+
+def _chosen_recipes(given: Mapping[str, str]) -> list[Option]:
+    """The recipe that the words name; at the small scale, what changes for it comes second."""
+    scale, _, name = given.get("recipe", given.get("recipes", "")).rpartition("/")
+    small = SMALL in (scale, given.get(SCALE_KEY))
+    folders = ("recipes", f"recipes/{SMALL}") if small else ("recipes",)
+    return [option for folder in folders for option in list_options(folder) if option.name == name]
+
+
+def key_table(command: str, words: Sequence[str] = ()) -> list[ConfigKey]:
+    """Every key that the command takes if these words are given: keys of its schema and of the chosen options.
+
+    The default of a group is its option. A recipe on the line sets the defaults of its keys.
+    """
+    words = [*_words_of_file(words), *words]
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    chosen, groups = chosen_options(command, words), groups_of(command)
+    recipes = _chosen_recipes(given) if takes_recipes(command) else []
+    rows = {"config": ConfigKey("config", "str", "null", CONFIG_MEANING)}
+    if takes_recipes(command):
+        meaning = "small makes a recipe for GPUs small enough to try on two CPU cores."
+        rows[SCALE_KEY] = ConfigKey(SCALE_KEY, "str", "full", meaning)
+        meaning = "A complete run, tested on two CPU cores."
+        rows["recipe"] = ConfigKey("recipe", "group", given.get("recipe", ""), meaning)
+    for row in config_keys(command):
+        if row.type == "group" and row.key not in groups:
+            continue  # the command takes keys of it, but no option
+        option = chosen.get(row.key)
+        default = rows[row.key].default if row.key in rows else row.default
+        if row.type == "group":
+            default = option.name if option else given.get(row.key, "")
+        rows[row.key] = replace(row, default=default)
+        for key, (value, meaning) in option.keys.items() if option else ():
+            rows[f"{row.key}.{key}"] = ConfigKey(f"{row.key}.{key}", "", value, meaning, row.heading)
+    for key, (value, _) in (item for recipe in recipes for item in recipe.keys.items()):
+        group, _, name = key.partition(".")
+        # A recipe may bring a component of its own, whose keys are not those of an option.
+        if group not in given and (key in rows or (name != "_target_" and group not in chosen)):
+            row = rows.get(key) or ConfigKey(key, "", "", "", rows[group].heading)
+            rows[key] = replace(row, default=value)
+    # As long as no engine is chosen, no key is left out: another engine may take it.
+    is_chosen = "engine" in given or any("engine" in recipe.picks for recipe in recipes)
+    ignored = tuple(
+        f"{key}." for key in (chosen["engine"].ignores if is_chosen and "engine" in chosen else ())
+    )
+    return [row for row in rows.values() if not f"{row.key}.".startswith(ignored)]
+
+
+def _words_of_file(words: Iterable[str]) -> list[str]:
+    """The recipe and the options that a file of keys chooses; none if it cannot be read, which a run reports."""
+    for path in (Path(word.removeprefix("config=")) for word in words if word.startswith("config=")):
+        with suppress(OSError, ValueError):
+            if path.is_file() and path.stat().st_size <= LARGEST_FILE:
+                keys = Option("", path).keys
+                chosen = {key: keys[key][0] for key in (*GROUPS, "recipe", SCALE_KEY) if key in keys}
+                return [f"{key}={value.strip(QUOTES)}" for key, value in chosen.items()]
+    return []
 
 
 @cache
 def known_keys(command: str) -> tuple[str, ...]:
     """Every key that the command has: those of its schema, and those of the shipped options of its groups."""
-    own = [key.key for key in config_keys(command)]
+    groups = groups_of(command)
+    own = [key.key for key in config_keys(command) if key.type != "group" or key.key in groups]
     inside = [
         f"{group}.{key}"
         for group in GROUPS
@@ -151,6 +241,42 @@ def hint_for_unknown(key: str, command: str) -> str:
     if others:
         return f"gpipe {command} does not have it; it belongs to gpipe {others}"
     return f"see `gpipe {command} --help` for every key"
+
+
+def hint_for_flag(word: str, after: str, command: str) -> str:
+    """`did you mean epochs=5?` for `--epochs 5`; empty if the command has no such key."""
+    flag, equals, value = word.lstrip("-").partition("=")
+    name = flag.replace("-", "_")
+    keys = known_keys(command) if command in SCHEMAS else ()
+    near = [key for key in keys if name in (key, key.partition(".")[0], key.rpartition(".")[2])]
+    if not near or len(name) < 2:
+        return ""
+    value = value if equals else after if after and "=" not in after and not after.startswith("-") else "..."
+    return f"did you mean {name if name in GROUPS else near[0]}={value}?"
+
+
+def with_keys(words: Sequence[str], command: str) -> list[str]:
+    """The words, each with its key: `gpipe runs a=b` lists a folder of that name, whatever characters it has."""
+    keys = POSITIONAL.get(command, ())
+    if not keys:
+        return list(words)
+    types = {key.key: key.type for key in config_keys(command)}
+    is_list = types[keys[0]] == "list"
+    given, bare = [], []
+    for word in words:
+        key, _, value = word.partition("=")
+        sets_key = _OVERRIDE.match(word) or ("=" in word and sets_hydra(word))
+        if is_list and key == keys[0] and value[:1] not in ("", "[", "$", "'", '"'):
+            bare.append(value)  # one member, without brackets
+        elif sets_key and (key in types or not os.path.lexists(word)):
+            given.append(word)
+        else:
+            bare.append(word)
+    values = [quoted(escape_references(word)) for word in bare]
+    if is_list:
+        return [*given, f"{keys[0]}=[{','.join(values)}]"] if values else given
+    filled = [f"{key}={value}" for key, value in zip(keys, values, strict=False)]
+    return [*given, *filled, *bare[len(keys) :]]
 
 
 @cache

@@ -1,16 +1,15 @@
 """The settings of each command as a dataclass; the help shows the docstring below each field.
 
-The classes hold types and defaults only: `checks` judges ranges and combinations, `compose` fills the classes from
-YAML. A component that can be replaced (model, data, optimizer, ...) is an open mapping with a `_target_`; `targets`
-decides what may be named there. Nothing here knows Hydra, OmegaConf or torch.
+A comment such as `# [The step]` is the heading in the help of the keys below it, up to the next one or the end of the
+class; keys below no heading come first. The classes hold types and defaults only: `checks` judges ranges and
+combinations, `compose` fills the classes from YAML. A component that can be replaced (model, data, optimizer, ...) is
+an open mapping with a `_target_`; `targets` decides what may be named there. Nothing here knows Hydra, OmegaConf or
+torch.
 """
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 
@@ -82,30 +81,36 @@ class CommandConfig:
 class ModelConfig(CommandConfig):
     """The keys of commands that build a model: the model, samples for it, and how to divide it."""
 
+    # [Model and data]
     model: dict[str, Any] = field(default_factory=dict)
-    """The model: an option of the group, or `model._target_=mypkg.build allow=[mypkg]`."""
+    """The model: an option, or code of yours, such as model=mypkg.models:build."""
     data: dict[str, Any] = field(default_factory=dict)
     """Where the samples come from."""
     transform: dict[str, Any] = field(default_factory=dict)
     """How each sample is transformed before batching."""
     loss: dict[str, Any] = field(default_factory=dict)
     """What training minimizes; its time counts towards the last layer."""
+    # [Division into partitions]
     balance: dict[str, Any] = field(default_factory=dict)
     """How layers are divided among partitions; `--by X` is short for balance=X."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The order in which workers run their actions."""
+    # [Keys]
     chunks: int = 4
     """Micro-batches per mini-batch."""
     devices: Any = "auto"
     """auto (all accelerators, else the CPU), a number of devices, or a list such as [cpu,cpu] or [cuda:0,cuda:1]."""
     partitions: int | None = None
     """Number of partitions; null: one per device, 2 on a CPU."""
+    # [The step]
     threads: Any = "auto"
     """Intra-op threads per worker; auto: 1 where several partitions share the CPU, else all cores."""
     deterministic: bool = False
     """Same bits on every run, on GPUs too: deterministic kernels, no TF32, no kernel choice by benchmark; slower."""
+    # [Keys]
     batch_size: int = 64
     """Samples per mini-batch."""
+    # [Model and data]
     allow: list[str] = field(default_factory=list)
     """Packages of yours that `_target_` may name; on the command line only."""
 
@@ -114,6 +119,7 @@ class ModelConfig(CommandConfig):
 class EngineConfig(ModelConfig):
     """The keys of commands that run steps."""
 
+    # [The step]
     engine: dict[str, Any] = field(default_factory=dict)
     """What runs a step: one thread, one worker or process per partition, or one device that loads slices in turn."""
 
@@ -122,11 +128,14 @@ class EngineConfig(ModelConfig):
 class RunConfig(EngineConfig):
     """The keys that training and evaluation share."""
 
+    # [Division into partitions]
     data_parallel: int = 1
     """Replicas of the pipeline, each with its share of every mini-batch; needs engine=processes. Their number changes
     the last bits of the results."""
+    # [Evaluation]
     eval_chunks: int | None = None
     """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
+    # [The step]
     precision: str = "fp32"
     """fp32, bf16 or fp16 (autocast; fp16 scales the loss)."""
     step_timeout: float | None = None
@@ -137,51 +146,68 @@ class RunConfig(EngineConfig):
 class CostConfig(ModelConfig):
     """The keys that, besides the model and its division, decide the cost of a training step."""
 
+    # [Optimizer]
     optimizer: dict[str, Any] = field(default_factory=dict)
     """What updates the parameters; its state needs memory."""
+    # [The step]
     checkpoint: Any = "except_last"
     """Which micro-batches recompute activations: always, except_last, never, or a list with one mode per partition."""
+    # [Optimizer]
     freeze: list[str] = field(default_factory=list)
     """Layers or parameters that training leaves as they are: names, prefixes or globs, such as [stem,layer1]."""
+    # [Division into partitions]
     device_memory: Any = None
     """Memory limit per device, such as 11GiB, that the balance must respect; null: no limit."""
 
 
 @dataclass
 class TrainConfig(RunConfig, CostConfig):
+    # [Optimizer]
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     """How the learning rate changes over the run."""
+    # [Division into partitions]
     plan: AutoPlanConfig = field(default_factory=AutoPlanConfig)
     """Whether to search for the best balance, chunks, schedule and checkpoint mode first."""
+    # [Keys]
     epochs: int = 3
     """Passes over the training data."""
     steps: int | None = None
     """Total number of steps; overrides `epochs`."""
+    # [Evaluation]
     eval_every: int | None = None
     """Steps between evaluations, in addition to one after each epoch; null: none in between."""
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     """When to end a run that no longer improves."""
+    # [The step]
     deferred_batch_norm: bool = False
     """Compute batch-norm statistics over the whole mini-batch instead of each micro-batch."""
+    # [Optimizer]
     clip_grad_norm: float | None = None
     """Clip gradients to this total norm; null: no clipping."""
+    # [Division into partitions]
     shard: str = "none"
     """What the replicas of data_parallel divide: none, or optimizer (each keeps and updates its share of the state)."""
+    # [Optimizer]
     ema: float | None = None
     """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate, save and export
     it; null: none."""
+    # [The run]
     seed: int = 0
     """Seed of all randomness in a run: initialization, data order, augmentation, dropout."""
     run_dir: str | None = None
     """Directory of the run; null: runs/<command>/<model>/<time>."""
+    # [Logging]
     logger: dict[str, Any] = field(default_factory=dict)
     """Where to send metrics besides metrics.jsonl."""
     log: LogConfig = field(default_factory=LogConfig)
     """What to log during the run."""
+    # [The run]
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     """When to save the training state, and how many snapshots to keep."""
+    # [Keys]
     resume: str | None = None
     """Resume a run or one of its snapshots, given by path; `auto` resumes `run_dir` if it contains a run."""
+    # [The run]
     reset_optimizer: bool = False
     """With `resume`: start with a fresh optimizer state instead of the saved one, which may be missing or damaged."""
     time_limit: str | None = None
@@ -383,61 +409,3 @@ COMPONENT_GROUPS = (
     "logger",
 )
 GROUPS = (*COMPONENT_GROUPS, "schedule", "plan")
-
-
-@dataclass(frozen=True)
-class ConfigKey:
-    """One key of a command, as help and the reference show it."""
-
-    key: str
-    type: str
-    default: str
-    meaning: str
-
-
-def config_keys(command: str) -> list[ConfigKey]:
-    """Every key of the command, nested ones by their dotted path.
-
-    Python keeps no docstring below a field, so the meaning is read from the syntax tree of this file. That is cheap
-    enough for `gpipe --help`, and leaves one place to write a key and its sentence.
-    """
-    # TrainConfig inherits some keys along two paths; the mapping keeps them once.
-    keys = {key.key: key for key in _class_keys(SCHEMAS[command].__name__, prefix="")}
-    return [key for key in keys.values() if key.key not in NO_EFFECT.get(command, ())]
-
-
-@cache
-def _class_definitions() -> dict[str, ast.ClassDef]:
-    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _class_keys(name: str, prefix: str) -> list[ConfigKey]:
-    node = _class_definitions()[name]
-    keys = [key for base in node.bases for key in _class_keys(ast.unparse(base), prefix)]
-    for item, following in zip(node.body, [*node.body[1:], None], strict=True):
-        if not isinstance(item, ast.AnnAssign) or item.value is None:
-            continue
-        key, annotation = prefix + ast.unparse(item.target), ast.unparse(item.annotation)
-        if annotation in _class_definitions():
-            keys += _class_keys(annotation, f"{key}.")
-            continue
-        type_name = {"dict[str, Any]": "group", "Any": "", "list[str]": "list"}.get(
-            annotation, annotation.replace(" | None", "")
-        )
-        keys.append(ConfigKey(key, type_name, _default(item.value), _docstring(following)))
-    return keys
-
-
-def _docstring(node: ast.stmt | None) -> str:
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return " ".join(str(node.value.value).split())
-    return ""
-
-
-def _default(node: ast.expr) -> str:
-    """The default as it is written on the command line."""
-    if not isinstance(node, ast.Constant):
-        return ""
-    value = node.value
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 
 from gpipe_cli.config.schema import COMPONENT_GROUPS
 from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.report.formatting import hidden_character, no_hidden
 
 SMALL = "small"
 SCALES = ("full", SMALL)
@@ -54,6 +55,13 @@ def sets_hydra(word: str) -> bool:
     """Whether it configures Hydra: `hydra.sweep.dir=x`, `hydra/launcher=joblib`, `+model@hydra.job=x`."""
     key, _, package = word.lstrip("+~").partition("=")[0].partition("@")
     return any(re.split(r"[./@:]", name)[0] == "hydra" for name in (key, package.removeprefix("_global_.")))
+
+
+def check_characters(words: Iterable[str]) -> None:
+    """Refuse invisible characters, which nobody typed on purpose."""
+    for word in words:
+        if override_key(word) not in ANY_CHARACTER and (hidden := hidden_character(word)):
+            raise ConfigError(f"{override_key(word)}: {no_hidden(hidden)}")
 
 
 def check_given_once(words: Iterable[str]) -> None:
@@ -159,6 +167,13 @@ def quote_override(word: str) -> str:
     if not equals or _HYDRA_READS.fullmatch(plain) or _STRUCTURE.search(plain):
         return word
     return f"{key}={quoted(value)}"
+
+
+def text_word(key: str, text: object) -> str:
+    """The word that sets the key to this text, whatever characters it has, in quotes only if it needs them."""
+    value = str(text)
+    is_plain = value == value.strip() and not _STRUCTURE.search(value) and "${" not in value
+    return f"{key}={value if is_plain else quoted(escape_references(value))}"
 
 
 def escape_references(text: str) -> str:

@@ -25,6 +25,7 @@ from torch import nn
 
 from gpipe_cli.config.compose import overridden_epochs, settings_of
 from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.config.words import text_word
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
@@ -208,7 +209,7 @@ def version_changes(record: TrainingRecord) -> list[str]:
 
 def resume_command(run: Path, settings: TrainConfig) -> str:
     """The command to resume a run: its settings are saved in it, except for `allow`."""
-    return shlex.join(["gpipe", "train", f"resume={run}", *allow_override(settings)])
+    return shlex.join(["gpipe", "train", text_word("resume", run), *allow_override(settings)])
 
 
 def allow_override(settings: TrainConfig) -> list[str]:

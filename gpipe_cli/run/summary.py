@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.config.words import text_word
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
 from gpipe_cli.report.formatting import describe, format_value
@@ -99,7 +100,7 @@ def _export_format(settings: TrainConfig, run: Path) -> list[str]:
     """A model of Hugging Face is exported to a directory, an adapter of one to peft's."""
     match settings.model:
         case {"path": _, "lora": {"rank": rank}}:
-            return [f"format={'hf' if rank is None else 'peft'}", f"out={run / 'exported'}"]
+            return [f"format={'hf' if rank is None else 'peft'}", text_word("out", run / "exported")]
     return []
 
 
@@ -113,10 +114,10 @@ def print_summary(summary: Summary, settings: TrainConfig) -> None:
     steps = as_int(summary.get("steps"), LARGEST_EPOCH) or 1
     lr = None if "stopped_early" in summary else longer_line(settings, steps, 2 * steps)
     next_commands = {
-        "evaluate": shlex.join(["gpipe", "eval", f"run={run}", *allow]),
-        "train_longer": shlex.join(["gpipe", "train", f"resume={run}", longer, *allow]),
+        "evaluate": shlex.join(["gpipe", "eval", text_word("run", run), *allow]),
+        "train_longer": shlex.join(["gpipe", "train", text_word("resume", run), longer, *allow]),
         **({} if lr is None else {"learning_rate": lr}),
-        "export": shlex.join(["gpipe", "export", f"run={run}", *_export_format(settings, run)]),
+        "export": shlex.join(["gpipe", "export", text_word("run", run), *_export_format(settings, run)]),
     }
     print_measured_memory(summary.get("partitions", []))
     facts = {key: value for key, value in summary.items() if key != "partitions"}

@@ -8,6 +8,7 @@ from gpipe_cli.config.keys import (
     Option,
     conf_dir,
     default_options,
+    groups_of,
     list_options,
     resources_dir,
     takes_recipes,
@@ -71,9 +72,8 @@ def test_every_group_has_options_in_the_order_of_their_names(group: str) -> None
 
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_every_group_of_a_command_has_a_default(command: str) -> None:
-    groups = {group for group in GROUPS if group in SCHEMAS[command].__dataclass_fields__}
-    assert set(default_options(command)) == groups - set(NO_EFFECT.get(command, ()))
+    assert set(default_options(command)) == groups_of(command) - set(NO_EFFECT.get(command, ()))
 
 
 def test_recipes_are_for_training() -> None:
-    assert [command for command in SCHEMAS if takes_recipes(command)] == ["train"]
+    assert [command for command in SCHEMAS if takes_recipes(command)] == ["train", "launch-script"]

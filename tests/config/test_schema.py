@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from gpipe_cli.config.schema import NO_EFFECT, SCHEMAS, config_keys
+from gpipe_cli.config.fields import config_keys
+from gpipe_cli.config.schema import NO_EFFECT, SCHEMAS
 
 
 @pytest.mark.parametrize("command", SCHEMAS)

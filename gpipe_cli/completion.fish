@@ -1,0 +1,9 @@
+function _gpipe
+    set -l candidates (COMP_LINE=(commandline -cp) gpipe -sc query=fish 2>/dev/null)
+    if set -q candidates[1]
+        printf '%s\n' $candidates
+    else
+        __fish_complete_path (commandline -ct)
+    end
+end
+complete -c gpipe -f -a '(_gpipe)'
