@@ -133,15 +133,15 @@ class Task:
 
     def _run_in(self, run: Path | None, request: Request, config: JobConfig, result: JobResult) -> JobResult:
         """run: its directory, which an earlier launch of the sweep may have left."""
-        announced = f"job {result.number}: {result.label}"
+        announced, resume = f"job {result.number}: {result.label}", None
         if run is not None:
             if (run / "config.yaml").exists():
                 _check_same(run, config)
                 if summary := RunFiles(run).json("summary.json"):
                     self._say(f"job {result.number}: finished earlier, skipped")
                     return replace(result, summary=summary, finished_earlier=True)
-                announced += ", resuming"
-            config = config.with_values(run_dir=str(run), resume="auto")
+                announced, resume = f"{announced}, resuming", "auto"
+            config = config.with_values(run_dir=str(run), resume=resume)
         self._say(announced)
         began = time.monotonic() - (time.time() - self.began)
         summary = run_job(request, config, json=self.json, dry_run=self.dry_run, began=began, in_sweep=True)

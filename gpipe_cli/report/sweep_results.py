@@ -81,7 +81,7 @@ def print_sweep(results: Sequence[JobResult], monitor: str | None, jobs: int, li
             result.label,
             *(result.best for _ in best_column),
             *((result.summary or {}).get(name) for name in columns),
-            result.reason or result.run_dir,
+            result.reason or result.run_dir or (result.summary or {}).get("run_dir"),
         )
         for result in results
     ]
