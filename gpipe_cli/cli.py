@@ -99,8 +99,7 @@ def _known(command: str) -> str:
 
 def _configured(command: str, invocation: Invocation) -> int:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
-    from gpipe_cli.config.compose import Request, compose
-    from gpipe_cli.config.printed import print_config
+    from gpipe_cli.config.compose import Request, compose, print_config
     from gpipe_cli.jobs import run_job
     from gpipe_cli.sweep import ask_hydra, run_with_hydra
 

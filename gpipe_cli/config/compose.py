@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from hydra import initialize
 from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
@@ -136,6 +137,23 @@ def compose(request: Request) -> JobConfig:
 def compose_tree(request: Request) -> DictConfig:
     """The composed tree, which may be an unfinished configuration."""
     return _compose(request).tree
+
+
+def print_config(request: Request, package: str | None, *, resolve: bool) -> None:
+    """gpipe <command> --cfg job [--package P] [--resolve]; it may be an unfinished configuration."""
+    shown: Any = _compose(request).tree
+    with config_errors(request.command):
+        if package not in (None, "_global_"):
+            shown = OmegaConf.select(shown, str(package))
+            if shown is None:
+                raise ConfigError(f"--package {package}: no such part of the configuration")
+        if not isinstance(shown, Container):
+            sys.stdout.write(f"{shown}\n")
+            return
+        if resolve:
+            OmegaConf.resolve(shown)
+        header = f"# @package {package}\n" if package not in (None, "_global_") else ""
+        sys.stdout.write(f"{header}{OmegaConf.to_yaml(shown)}")
 
 
 @final

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.config.instantiate import accepted_arguments, bind, instantiate
-from gpipe_cli.config.keys import default_options
+from gpipe_cli.config.keys import default_options, list_options
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     CostConfig,
@@ -107,7 +107,8 @@ def _check_engine(settings: EngineConfig, overrides: Sequence[str]) -> None:
         if not _is_given(settings, key, overrides):
             continue
         if sets_key(overrides, key) or not sets_key(overrides, "engine"):
-            raise ConfigError(f"{key}: has no effect with {engine}; leave it out")
+            takers = "|".join(option.name for option in list_options("engine") if key not in option.ignores)
+            raise ConfigError(f"{key}: has no effect with {engine}; leave it out, or choose engine={takers}")
         print_status(f"{key}: set by the recipe, and without effect with {engine}")
     checkpoint = settings.checkpoint if isinstance(settings, CostConfig) else None
     if traits.one_checkpoint_mode and isinstance(checkpoint, list):
