@@ -176,7 +176,7 @@ def test_every_test_that_the_promises_rest_on_exists() -> None:
 def test_every_model_of_the_example_is_trained_by_the_docs() -> None:
     models = re.findall(r"^def (\w+)\(num_classes", text_of(EXAMPLES[0]), flags=re.MULTILINE)
     shown = " ".join(line for page in PAGES for line in commands(page))
-    assert models and all(f"mynet.{model} " in f"{shown} " for model in models)
+    assert models and all(f"mynet:{model} " in f"{shown} " for model in models)
 
 
 def test_the_error_that_the_docs_show_is_the_one_that_is_given(

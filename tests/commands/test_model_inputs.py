@@ -96,7 +96,7 @@ def test_memory_is_estimated_for_the_longest_sentences(sentences: Callable[..., 
 
 def test_a_model_of_one_tensor_is_refused_before_training(sentences: Callable[..., Any], gpipe: Any) -> None:
     others = [word for word in WORDS if not word.startswith("model._target_=")]
-    answer = gpipe("train", *others, "model=gpt", "model._target_=gpipe_cli.models.gpt.build")
+    answer = gpipe("train", *others, "model=gpt")
     assert answer.code == 2
     assert "layer 'embedding' (Embedding) does not take a dict of input_ids 2x" in answer.err
     assert "choose a model that takes such arguments, or data whose inputs are one tensor" in answer.err

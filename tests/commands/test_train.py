@@ -161,12 +161,17 @@ def test_an_existing_directory_is_refused_and_an_empty_one_taken(tiny: Gpipe, tm
     assert sorted((tmp_path / "mine").rglob("*")) == before
 
 
-def test_a_sweep_numbers_its_directories_and_ends_in_a_table(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_sweep_names_its_directories_by_their_words_and_ends_in_a_table(
+    tiny: Gpipe, tmp_path: Path
+) -> None:
     answer = tiny("train", "-m", "steps=1", "partitions=1,2", "run_dir=sweep")
     assert answer.code == 0
     assert "2 jobs, 0 failed" in answer.out
-    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "sweep.json"]
-    assert not list(tmp_path.rglob("multirun.yaml"))
+    names = [
+        path.name.rpartition("-")[0] for path in sorted((tmp_path / "sweep").iterdir()) if "-" in path.name
+    ]
+    assert names == ["partitions-1", "partitions-2"]
+    assert not [path.name for path in tmp_path.iterdir() if path.name in ("outputs", "multirun")]
 
 
 def test_a_sweep_continues_after_a_failure_and_reports_it(tiny: Gpipe) -> None:

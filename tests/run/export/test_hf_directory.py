@@ -94,7 +94,7 @@ def test_a_run_of_another_model_is_refused(gpipe: Gpipe, tmp_path: Path) -> None
     assert result.code == 2 and "only model=hf has a directory" in result.err
     assert not (tmp_path / "exported").exists()
     for words, message in (
-        (["format=zip"], "format=zip: must be one of: safetensors, hf"),
+        (["format=zip"], "format=zip: choose one of: hf, peft, safetensors"),
         (["format=hf"], "format=hf: writes a directory; give out=<directory>"),
     ):
         result = gpipe("export", "run=run", *words)
