@@ -39,6 +39,7 @@ from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import override_key, quote_override, quoted, sets_hydra, sets_key, without_keys
 from gpipe_cli.errors import INTERRUPTED, ConfigError, Interrupted, Stopped
 from gpipe_cli.jobs import run_job
+from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.sweep_results import JobResult, print_sweep, print_sweep_json
@@ -138,8 +139,10 @@ def _run_sweep(request: Request, invocation: Invocation, began: float) -> int:
         resume = f"; resume with: {line}" if path is not None else ""
         raise kind(f"{stop[1]}; {finished} of {jobs} jobs have finished{resume}")
     code = next((result.exit_code for result in results if result.exit_code), 0)
-    if error is not None and not code:
-        raise error
+    if error is not None:
+        if not code:
+            raise error
+        print_status(f"the sweeper ended with: {describe(error.__cause__ or error)}")
     if path is not None and results and all(result.finished_earlier for result in results):
         print_status(f"all jobs have finished; give {SWEEP_DIR}=<new directory> to run them again")
     return code
