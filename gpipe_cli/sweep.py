@@ -109,10 +109,8 @@ def _run_sweep(request: Request, invocation: Invocation, began: float) -> int:
             replace(request, words=sweep.shared),
             tuple(word.given for word in sweep.swept),
             folder,
-            has_directories=path is not None,
-            json=invocation.json,
-            dry_run=invocation.dry_run,
-            debug=invocation.debug,
+            path is not None,
+            invocation,
             began=time.time() - (time.monotonic() - began),
         )
         words = ["--multirun", *sweep.hydra_words(path or folder)]

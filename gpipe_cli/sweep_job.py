@@ -24,6 +24,7 @@ from typing import Any, final
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.compose import JobConfig, Request, compose
 from gpipe_cli.config.files import load_yaml
 from gpipe_cli.config.sources import register_resolver
@@ -74,9 +75,7 @@ class Task:
     folder: Path
     """For results, and for the request to stop."""
     has_directories: bool
-    json: bool
-    dry_run: bool
-    debug: bool
+    invocation: Invocation
     began: float
     """When the command did, in seconds since 1970: a job may run on another machine."""
     process: str = field(default_factory=_process)
@@ -119,7 +118,7 @@ class Task:
                 result = self._run_in(run, request, config, result)
             result = replace(result, exit_code=0, message="")
         except BaseException as error:  # noqa: BLE001 - a layer may raise anything; the table reports it
-            if self.debug:
+            if self.invocation.debug:
                 traceback.print_exception(error)
             at_once = type(error) is KeyboardInterrupt
             error = Interrupted("stopped by Ctrl-C at once") if at_once else as_stopped(error)
@@ -144,7 +143,8 @@ class Task:
             config = config.with_values(run_dir=str(run), resume=resume)
         self._say(announced)
         began = time.monotonic() - (time.time() - self.began)
-        summary = run_job(request, config, json=self.json, dry_run=self.dry_run, began=began, in_sweep=True)
+        flags = self.invocation
+        summary = run_job(request, config, json=flags.json, dry_run=flags.dry_run, began=began, in_sweep=True)
         return replace(result, summary=summary)
 
     @contextmanager
