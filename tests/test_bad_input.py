@@ -149,7 +149,11 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         "balance: has no effect with engine=single",
     ),
     ("train engine=single schedule=gpipe", 2, "schedule: has no effect with engine=single"),
-    ("train data_parallel=2", 2, "data_parallel: has no effect with engine=threads; leave it out, or choose engine=processes"),
+    (
+        "train data_parallel=2",
+        2,
+        "data_parallel: has no effect with engine=threads; leave it out, or choose engine=processes",
+    ),
     ("train engine=offload shard=none", 2, "shard: has no effect with engine=offload; leave it out"),
     ("train engine=processes partitions=11", 2, "partitions=11: the model has only 10 layers"),
     ("train engine=processes engine.max_restarts=x", 2, "engine.max_restarts=x: expected a whole number"),

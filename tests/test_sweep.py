@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from joblib.externals import loky
 
 from gpipe_cli.accelerator import devices
 from tests.conftest import TINY, TINY_TRAINING
@@ -51,6 +52,14 @@ SIGNALLED = (
     "snapshot.every=1",
     "threads=1",
 )
+
+
+@pytest.fixture(autouse=True)
+def without_idle_workers() -> Iterator[None]:
+    """joblib keeps its workers for the next sweep; a later test would find children that are not its own."""
+    yield
+    if "joblib" in sys.modules:
+        loky.get_reusable_executor().shutdown(wait=True, kill_workers=True)
 
 
 def weights(sweep: Path) -> dict[str, bytes]:
