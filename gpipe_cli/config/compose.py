@@ -191,6 +191,7 @@ def _compose(request: Request) -> _Composed:
     OmegaConf.set_struct(plain, None)
     if packages := named_packages(request.words):
         plain.allow = list(dict.fromkeys([*plain.allow, *packages]))
+        given = [*given, f"allow=[{','.join(plain.allow)}]"]
     notes = (*(() if file is None else file.notes), *composing.notes)
     return _Composed(plain, choices, tuple(given), file, notes)
 

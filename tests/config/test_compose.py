@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.compose import Request, compose, compose_tree, expand
+from gpipe_cli.config.compose import Request, compose, compose_tree, expand, settings_of
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, TrainConfig
 from gpipe_cli.errors import ConfigError
@@ -74,6 +74,8 @@ def test_code_that_the_command_line_names_is_allowed_and_stored(monkeypatch: pyt
     job = compose(Request("train", ("model=mypkg.nets:build", "model.width=3", "loss=./losses.py:build")))
     assert job.settings.model == {"_target_": "mypkg.nets.build", "width": 3}
     assert job.settings.allow == job.tree.allow == ["mypkg", "losses"]
+    # Ranks and a resumed run judge the composed tree again, by the overrides.
+    assert settings_of(job.tree, "train", job.overrides) == job.settings
     assert job.model == "build"
     job = compose(Request("train", ("model=mypkg.nets:build", "allow=[other]")))
     assert job.settings.allow == ["other", "mypkg"]
