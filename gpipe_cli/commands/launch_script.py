@@ -31,7 +31,6 @@ KINDS = {
 }
 """The keys of each kind of script, besides those of `gpipe train`."""
 OWN_KEYS = tuple(dict.fromkeys(("kind", *KINDS["slurm"], *KINDS["torchrun"])))
-PROCESSES = "gpipe_cli.engines.processes.build"
 SHORTEST_JOB = 300
 """Seconds of the shortest Slurm job: gpipe needs some of them to save and stop."""
 LARGEST_MARGIN, SMALLEST_MARGIN = 600, 60
@@ -102,11 +101,10 @@ class Machines:
 
 
 def _problems(settings: LaunchScriptConfig) -> Iterator[str]:
+    """What is wrong with the keys that this command needs."""
     hosts, by_slurm = settings.hosts, settings.kind == "slurm"
     if settings.kind is None:
         yield "kind: give the kind of script first, slurm or torchrun: gpipe launch-script slurm nodes=2 ..."
-    if settings.engine.get("_target_") != PROCESSES:
-        yield "engine: only engine=processes runs on several machines; give that, or leave it out"
     if (settings.gpus_per_node is None) == (settings.ranks_per_node is None):
         yield (
             "give one of gpus_per_node=<number>, with a rank on each GPU, and ranks_per_node=<number>, with ranks on "
@@ -118,12 +116,7 @@ def _problems(settings: LaunchScriptConfig) -> Iterator[str]:
         yield f"hosts={hosts}: give the names or IPv4 addresses of all hosts, such as [node0,node1]"
     if len({*hosts}) < len(hosts):
         yield f"hosts={hosts}: names a host twice; give ranks_per_node for several ranks on one"
-    if settings.resume not in (None, "auto"):
-        yield (
-            f"resume={settings.resume}: the script itself resumes the run in run_dir; give run_dir={settings.resume} "
-            "instead"
-        )
-    elif settings.run_dir is None:
+    if settings.run_dir is None:
         yield "run_dir: give run_dir=<directory>, on a disk that all machines share"
     if by_slurm and (parse_duration(settings.time_limit or "") or 0) < SHORTEST_JOB:
         yield "time_limit: give the time limit of the Slurm job, at least 5m: time_limit=4h"

@@ -54,6 +54,7 @@ AT_MOST = {
     1000: "requeue",
     65535: "port",
 }
+PROCESSES = "gpipe_cli.engines.processes.build"
 WITHOUT_FILES = {*schema.COMPONENT_GROUPS} - {"model", "data"}
 """Components that read no files."""
 
@@ -249,6 +250,14 @@ def _plan(settings: schema.PlanConfig) -> Iterator[str]:
         yield f"verify=true: this machine has no {what} to run plans on; leave one of them out"
 
 
+def _launch_script(settings: schema.LaunchScriptConfig) -> Iterator[str]:
+    """Judge what a file may set; `commands/launch_script` judges what only the command line gives."""
+    if settings.engine.get("_target_") != PROCESSES:
+        yield "engine: only engine=processes runs on several machines; give that, or leave it out"
+    if (resume := settings.resume) not in (None, "auto"):
+        yield f"resume={resume}: the script itself resumes the run in run_dir; give run_dir={resume} instead"
+
+
 def _saved(settings: schema.SavedConfig) -> Iterator[str]:
     keys = [key for key in ("run", "snapshot", "weights") if hasattr(settings, key)]
     given = [key for key in keys if getattr(settings, key) is not None]
@@ -289,6 +298,7 @@ PROBLEMS: Mapping[type[schema.CommandConfig], Callable[[Any], Iterator[str]]] = 
     schema.CheckConfig: _devices,
     schema.TrainConfig: _training,
     schema.PlanConfig: _plan,
+    schema.LaunchScriptConfig: _launch_script,
     schema.SavedConfig: _saved,
     schema.PredictConfig: _predict,
     schema.ProfileConfig: _profile,
