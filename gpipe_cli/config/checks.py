@@ -61,8 +61,7 @@ WITHOUT_FILES = {*schema.COMPONENT_GROUPS} - {"model", "data"}
 
 def check(settings: schema.CommandConfig) -> None:
     """Raise one ConfigError that names every problem."""
-    problems = list(_problems(settings))
-    if problems:
+    if problems := list(_problems(settings)):
         raise ConfigError("; ".join(problems))
     for key in ("run", "snapshot") if isinstance(settings, schema.SavedConfig) else ():
         given = getattr(settings, key)
@@ -78,7 +77,8 @@ def check_numbers(plain: Mapping[Any, Any]) -> None:
 
 
 def _problems(settings: schema.CommandConfig) -> Iterator[str]:
-    flat = dict(flatten(asdict(settings), elements=True))
+    plain = asdict(settings)
+    flat = plain | dict(flatten(plain, elements=True))  # with mappings, which a key of any type may be given
     # torch itself decides about tf32, so a run has no such precision; only an estimate does.
     estimated = {"precision": PRECISIONS} if isinstance(settings, schema.PlanConfig) else {}
     yield from _ranges(flat)
@@ -113,11 +113,9 @@ def _values(flat: Mapping[str, Any]) -> Iterator[str]:
         yield f"ema={given['ema']}: must be between 0 and 1, such as 0.999, or null for none"
     if given.get("out") == "":
         yield "out: give a path, or leave it out"
-    threads, every = flat.get("threads", "auto"), flat.get("snapshot.every", "epoch")
+    threads = flat.get("threads", "auto")
     if threads != "auto" and not (_is_count(threads) and threads > 0):
         yield f"threads={threads}: must be auto or a whole number of at least 1"
-    if every != "epoch" and not _is_count(every):
-        yield f"snapshot.every={every}: must be a number of steps, or epoch"
     if parse_duration(given.get("time_limit", "1s")) is None:
         yield f"time_limit={given['time_limit']}: give a duration such as 90s, 30m, 2h or 1h30m"
     try:
@@ -227,6 +225,8 @@ def _training(settings: schema.TrainConfig) -> Iterator[str]:
         yield f"early_stop.min_delta={min_delta:g}: has no effect without early_stop.patience; give both"
     if patience is not None and settings.snapshot.monitor is None:
         yield f"early_stop.patience={patience}: needs a metric; set snapshot.monitor=loss or another one"
+    if (every := settings.snapshot.every) != "epoch" and not _is_count(every):
+        yield f"snapshot.every={every}: must be a number of steps, or epoch"
     if settings.reset_optimizer and not continues:
         yield "reset_optimizer=true: needs resume=<a run or one of its snapshots>"
     if settings.resume == "auto" and settings.run_dir is None:
