@@ -30,7 +30,9 @@ RUN = "run/"
 
 
 def run(settings: CpConfig, job: Job) -> Summary:
-    what, where = str(settings.source), str(settings.target)
+    what, where = settings.source, settings.target
+    if what is None or where is None:
+        raise ConfigError("give what to copy and the new file: gpipe cp recipe/digits conf/recipes/mine.yaml")
     run = _run_directory(what)
     if run is not None:
         facts = _copy_run(run, Path(where))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -31,12 +31,17 @@ KINDS = {
 }
 """The keys of each kind of script, besides those of `gpipe train`."""
 OWN_KEYS = tuple(dict.fromkeys(("kind", *KINDS["slurm"], *KINDS["torchrun"])))
+SHORTEST_JOB = 300
+"""Seconds of the shortest Slurm job: gpipe needs some of them to save and stop."""
 LARGEST_MARGIN, SMALLEST_MARGIN = 600, 60
 """Seconds before the end of a Slurm job at which gpipe stops."""
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
 def run(settings: LaunchScriptConfig, job: Job) -> Summary:
     kind, words = str(settings.kind), shlex.split(job.line)[2:]
+    if problems := list(_problems(settings)):
+        raise ConfigError("; ".join(problems))
     _check_own_keys(settings, words)
     machines = Machines.of(settings)
     _check(settings, machines)
@@ -93,6 +98,28 @@ class Machines:
         assert per_node is not None, "the configuration was checked"
         where = f"nodes={nodes}" if settings.kind == "slurm" else f"hosts=[{','.join(settings.hosts)}]"
         return Machines(nodes, per_node, f"{where} {count}={per_node}")
+
+
+def _problems(settings: LaunchScriptConfig) -> Iterator[str]:
+    """What is wrong with the keys that this command needs."""
+    hosts, by_slurm = settings.hosts, settings.kind == "slurm"
+    if settings.kind is None:
+        yield "kind: give the kind of script first, slurm or torchrun: gpipe launch-script slurm nodes=2 ..."
+    if (settings.gpus_per_node is None) == (settings.ranks_per_node is None):
+        yield (
+            "give one of gpus_per_node=<number>, with a rank on each GPU, and ranks_per_node=<number>, with ranks on "
+            "the CPU"
+        )
+    if by_slurm and settings.nodes is None:
+        yield "nodes: give nodes=<number>"
+    if settings.kind == "torchrun" and not (hosts and all(map(_HOST.fullmatch, hosts))):
+        yield f"hosts={hosts}: give the names or IPv4 addresses of all hosts, such as [node0,node1]"
+    if len({*hosts}) < len(hosts):
+        yield f"hosts={hosts}: names a host twice; give ranks_per_node for several ranks on one"
+    if settings.run_dir is None:
+        yield "run_dir: give run_dir=<directory>, on a disk that all machines share"
+    if by_slurm and (parse_duration(settings.time_limit or "") or 0) < SHORTEST_JOB:
+        yield "time_limit: give the time limit of the Slurm job, at least 5m: time_limit=4h"
 
 
 def _check_own_keys(settings: LaunchScriptConfig, words: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpipe_cli.config.schema import ReportConfig
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE, check_replaceable, render_page
 from gpipe_cli.report.page.run_facts import read_run
@@ -19,6 +20,10 @@ COMPARISON = "comparison.html"
 
 
 def run(settings: ReportConfig, job: Job) -> Summary:
+    if not settings.run:
+        raise ConfigError(
+            "run: give a run directory: gpipe report runs/train/...; give several to compare them"
+        )
     directories = list(map(Path, settings.run))
     out = Path(settings.out or (directories[0] / PAGE if len(directories) == 1 else COMPARISON))
     check_replaceable("out", out)

@@ -9,7 +9,7 @@ torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -90,6 +90,8 @@ class ModelConfig(CommandConfig):
     """How each sample is transformed before batching."""
     loss: dict[str, Any] = field(default_factory=dict)
     """What training minimizes; its time counts towards the last layer."""
+    allow: list[str] = field(default_factory=list)
+    """Packages of yours that `_target_` may name; on the command line only."""
     # [Division into partitions]
     balance: dict[str, Any] = field(default_factory=dict)
     """How layers are divided among partitions; `--by X` is short for balance=X."""
@@ -102,17 +104,13 @@ class ModelConfig(CommandConfig):
     """auto (all accelerators, else the CPU), a number of devices, or a list such as [cpu,cpu] or [cuda:0,cuda:1]."""
     partitions: int | None = None
     """Number of partitions; null: one per device, 2 on a CPU."""
+    batch_size: int = 64
+    """Samples per mini-batch."""
     # [The step]
     threads: Any = "auto"
     """Intra-op threads per worker; auto: 1 where several partitions share the CPU, else all cores."""
     deterministic: bool = False
     """Same bits on every run, on GPUs too: deterministic kernels, no TF32, no kernel choice by benchmark; slower."""
-    # [Keys]
-    batch_size: int = 64
-    """Samples per mini-batch."""
-    # [Model and data]
-    allow: list[str] = field(default_factory=list)
-    """Packages of yours that `_target_` may name; on the command line only."""
 
 
 @dataclass
@@ -149,12 +147,11 @@ class CostConfig(ModelConfig):
     # [Optimizer]
     optimizer: dict[str, Any] = field(default_factory=dict)
     """What updates the parameters; its state needs memory."""
+    freeze: list[str] = field(default_factory=list)
+    """Layers or parameters that training leaves as they are: names, prefixes or globs, such as [stem,layer1]."""
     # [The step]
     checkpoint: Any = "except_last"
     """Which micro-batches recompute activations: always, except_last, never, or a list with one mode per partition."""
-    # [Optimizer]
-    freeze: list[str] = field(default_factory=list)
-    """Layers or parameters that training leaves as they are: names, prefixes or globs, such as [stem,layer1]."""
     # [Division into partitions]
     device_memory: Any = None
     """Memory limit per device, such as 11GiB, that the balance must respect; null: no limit."""
@@ -165,14 +162,23 @@ class TrainConfig(RunConfig, CostConfig):
     # [Optimizer]
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     """How the learning rate changes over the run."""
+    clip_grad_norm: float | None = None
+    """Clip gradients to this total norm; null: no clipping."""
+    ema: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate, save and export
+    it; null: none."""
     # [Division into partitions]
     plan: AutoPlanConfig = field(default_factory=AutoPlanConfig)
     """Whether to search for the best balance, chunks, schedule and checkpoint mode first."""
+    shard: str = "none"
+    """What the replicas of data_parallel divide: none, or optimizer (each keeps and updates its share of the state)."""
     # [Keys]
     epochs: int = 3
     """Passes over the training data."""
     steps: int | None = None
     """Total number of steps; overrides `epochs`."""
+    resume: str | None = None
+    """Resume a run or one of its snapshots, given by path; `auto` resumes `run_dir` if it contains a run."""
     # [Evaluation]
     eval_every: int | None = None
     """Steps between evaluations, in addition to one after each epoch; null: none in between."""
@@ -181,37 +187,22 @@ class TrainConfig(RunConfig, CostConfig):
     # [The step]
     deferred_batch_norm: bool = False
     """Compute batch-norm statistics over the whole mini-batch instead of each micro-batch."""
-    # [Optimizer]
-    clip_grad_norm: float | None = None
-    """Clip gradients to this total norm; null: no clipping."""
-    # [Division into partitions]
-    shard: str = "none"
-    """What the replicas of data_parallel divide: none, or optimizer (each keeps and updates its share of the state)."""
-    # [Optimizer]
-    ema: float | None = None
-    """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate, save and export
-    it; null: none."""
     # [The run]
     seed: int = 0
     """Seed of all randomness in a run: initialization, data order, augmentation, dropout."""
     run_dir: str | None = None
     """Directory of the run; null: runs/<command>/<model>/<time>."""
+    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
+    """When to save the training state, and how many snapshots to keep."""
+    reset_optimizer: bool = False
+    """With `resume`: start with a fresh optimizer state instead of the saved one, which may be missing or damaged."""
+    time_limit: str | None = None
+    """Stop cleanly before this much time has passed, such as 90s, 30m, 2h or 1h30m; the run can be resumed."""
     # [Logging]
     logger: dict[str, Any] = field(default_factory=dict)
     """Where to send metrics besides metrics.jsonl."""
     log: LogConfig = field(default_factory=LogConfig)
     """What to log during the run."""
-    # [The run]
-    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
-    """When to save the training state, and how many snapshots to keep."""
-    # [Keys]
-    resume: str | None = None
-    """Resume a run or one of its snapshots, given by path; `auto` resumes `run_dir` if it contains a run."""
-    # [The run]
-    reset_optimizer: bool = False
-    """With `resume`: start with a fresh optimizer state instead of the saved one, which may be missing or damaged."""
-    time_limit: str | None = None
-    """Stop cleanly before this much time has passed, such as 90s, 30m, 2h or 1h30m; the run can be resumed."""
 
 
 @dataclass
@@ -397,15 +388,5 @@ NO_EFFECT = {
     "generate": ("transform", "loss", "chunks", "eval_chunks", "batch_size"),
 }
 """Keys that a command has only because it builds its parts as a training run does; giving one is an error."""
-COMPONENT_GROUPS = (
-    "model",
-    "data",
-    "transform",
-    "loss",
-    "balance",
-    "engine",
-    "optimizer",
-    "lr_schedule",
-    "logger",
-)
+COMPONENT_GROUPS = tuple(each.name for each in fields(TrainConfig) if each.type == "dict[str, Any]")
 GROUPS = (*COMPONENT_GROUPS, "schedule", "plan")

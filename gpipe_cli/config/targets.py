@@ -34,11 +34,23 @@ _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no private segment
 @final
 @dataclass(frozen=True)
 class LibraryKind:
-    """The objects from torch and torchvision that a group accepts."""
+    """The objects from torch and torchvision that a group accepts; `_is_of_kind` judges the objects themselves."""
 
     description: str
     prefixes: tuple[str, ...]
-    accepts: Callable[[Any], bool]
+
+
+LIBRARY_KINDS = {
+    "model": LibraryKind(
+        "a layer of torch.nn, a model of torchvision.models", ("torch.nn.", "torchvision.models.")
+    ),
+    "loss": LibraryKind("a loss of torch.nn", ("torch.nn.",)),
+    "optimizer": LibraryKind("an optimizer of torch.optim", ("torch.optim.",)),
+    "data": LibraryKind(
+        f"one of torchvision.datasets.{{{','.join(DATASETS)}}}",
+        tuple(f"torchvision.datasets.{name}" for name in DATASETS),
+    ),
+}
 
 
 def check_targets(tree: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
@@ -59,8 +71,9 @@ def check_target_name(path: str, target: Any, group: str, allow: Sequence[str]) 
         raise ConfigError(_refusal(f"{path}={target}: ", group, target))
 
 
-def resolve_target(target: str, group: str, allow: Sequence[str]) -> Callable[..., Any]:
-    """Import the target, and make sure that the object behind the name is one the group accepts."""
+def resolve_target(path: str, target: Any, group: str, allow: Sequence[str]) -> Callable[..., Any]:
+    """Judge the name and import the target, and make sure that the object behind the name is one the group accepts."""
+    check_target_name(path, target, group, allow)
     owner_name, _, attribute = target.rpartition(".")
     package = owner_name.partition(".")[0]
     if package in ("torchvision", "timm"):
@@ -70,22 +83,18 @@ def resolve_target(target: str, group: str, allow: Sequence[str]) -> Callable[..
     try:
         owner = _import_owner(owner_name, may_be_class=is_trusted(target, allow))
     except ImportError as error:
-        raise ConfigError(
-            f"{group}._target_={target}: {error}; gpipe also searches the current folder"
-        ) from error
+        raise ConfigError(f"{path}={target}: {error}; gpipe also searches the current folder") from error
     resolved = getattr(owner, attribute, None)
     if resolved is None:
         public = [name for name in vars(owner) if not name.startswith("_")]
-        raise ConfigError(
-            f"{group}._target_={target}: {owner_name} has no {attribute}; {or_list(attribute, public)}"
-        )
+        raise ConfigError(f"{path}={target}: {owner_name} has no {attribute}; {or_list(attribute, public)}")
     if not (inspect.isclass(resolved) or inspect.isfunction(resolved) or inspect.ismethod(resolved)):
-        raise ConfigError(f"{group}._target_={target}: is not a class or function")
+        raise ConfigError(f"{path}={target}: is not a class or function")
     # A name in a trusted module may be an alias of anything, so the place of its definition must be trusted too.
     home = f"{resolved.__module__}.{resolved.__qualname__}"
     trusted = is_trusted(target, allow) and is_trusted(home, allow)
     if not trusted and not accepts_object(target, resolved, group):
-        raise ConfigError(_refusal(f"{group}._target_={target}: is really {home}, which is ", group, home))
+        raise ConfigError(_refusal(f"{path}={target}: is really {home}, which is ", group, home))
     return resolved
 
 
@@ -103,11 +112,6 @@ def _import_owner(name: str, may_be_class: bool) -> Any:
         return owner
 
 
-def allows_module(name: str, allow: Sequence[str]) -> bool:
-    """Whether the command line allows this module, or the package it is in."""
-    return name in allow or is_trusted(name, allow)
-
-
 def add_current_folder(allow: Sequence[str]) -> None:
     """Make the current folder importable, because allowed packages may be in it."""
     folder = str(Path.cwd())
@@ -116,6 +120,7 @@ def add_current_folder(allow: Sequence[str]) -> None:
 
 
 def is_trusted(name: str, allow: Sequence[str]) -> bool:
+    """Whether the command line allows the module or package that the name is in."""
     return name.startswith(tuple(f"{package}." for package in allow))
 
 
@@ -127,8 +132,7 @@ def accepts_name(target: str, group: str) -> bool:
 
 def accepts_object(target: str, resolved: Any, group: str) -> bool:
     """Whether the group accepts the object that the target resolved to."""
-    kind = LIBRARY_KINDS.get(group)
-    return target in own_targets(group) or (kind is not None and kind.accepts(resolved))
+    return target in own_targets(group) or (group in LIBRARY_KINDS and _is_of_kind(resolved, group))
 
 
 @cache
@@ -156,69 +160,33 @@ def _refusal(given: str, group: str, target: str) -> str:
     root = target.partition(".")[0]
     if root not in SHIPPED:
         return f"add allow=[{root}] to the command line if you trust {root}; {given}not allowed here"
-    kind = LIBRARY_KINDS.get(group)
-    accepted = ", ".join([*([] if kind is None else [kind.description]), *sorted(own_targets(group))])
+    kind = [LIBRARY_KINDS[group].description] if group in LIBRARY_KINDS else []
+    accepted = f"{group} accepts {', '.join([*kind, *sorted(own_targets(group))])}"
     suggestion = did_you_mean(target, own_targets(group))
-    return f"{given}not allowed here; {group} accepts {accepted}{f'; {suggestion}' if suggestion else ''}"
+    return "; ".join(filter(None, (f"{given}not allowed here", accepted, suggestion)))
 
 
-def _is_layer(candidate: Any) -> bool:
-    from torch import nn
-
-    # Wrappers for several devices and parametrizations are modules too, but are defined elsewhere.
-    return (
-        inspect.isclass(candidate)
-        and issubclass(candidate, nn.Module)
-        and candidate.__module__.startswith("torch.nn.modules.")
-    )
-
-
-def _is_model(candidate: Any) -> bool:
+def _is_of_kind(candidate: Any, group: str) -> bool:
+    """Whether torch or torchvision define the object as one of the group's kind."""
     from torch import fx, nn
-
-    from gpipe_cli.vision import torchvision
-
-    models = torchvision.models
-    if _is_layer(candidate) or candidate is models.get_model:
-        return True
-    if inspect.isclass(candidate):
-        is_module = issubclass(candidate, nn.Module) and candidate.__module__.startswith(
-            "torchvision.models."
-        )
-        return is_module and not issubclass(candidate, fx.GraphModule)  # it compiles the code it is given
-    return candidate in {models.get_model_builder(name) for name in models.list_models()}
-
-
-def _is_loss(candidate: Any) -> bool:
-    return _is_layer(candidate) and candidate.__module__ == "torch.nn.modules.loss"
-
-
-def _is_optimizer(candidate: Any) -> bool:
     from torch.optim import Optimizer
 
-    return (
-        inspect.isclass(candidate)
-        and issubclass(candidate, Optimizer)
-        and candidate is not Optimizer
-        and f"{candidate.__module__}.".startswith("torch.optim.")
-    )
+    def is_subclass(base: type, home: str) -> bool:
+        is_class = inspect.isclass(candidate) and issubclass(candidate, base)
+        return is_class and f"{candidate.__module__}.".startswith(home)
 
-
-def _is_dataset(candidate: Any) -> bool:
+    if group == "loss":
+        return is_subclass(nn.Module, "torch.nn.modules.loss.")
+    if group == "optimizer":
+        return is_subclass(Optimizer, "torch.optim.") and candidate is not Optimizer
+    # Wrappers for several devices and parametrizations are modules too, but are defined elsewhere.
+    if group == "model" and is_subclass(nn.Module, "torch.nn.modules."):
+        return True
     from gpipe_cli.vision import torchvision
 
-    return any(candidate is getattr(torchvision.datasets, name) for name in DATASETS)
-
-
-LIBRARY_KINDS = {
-    "model": LibraryKind(
-        "a layer of torch.nn, a model of torchvision.models", ("torch.nn.", "torchvision.models."), _is_model
-    ),
-    "loss": LibraryKind("a loss of torch.nn", ("torch.nn.",), _is_loss),
-    "optimizer": LibraryKind("an optimizer of torch.optim", ("torch.optim.",), _is_optimizer),
-    "data": LibraryKind(
-        f"one of torchvision.datasets.{{{','.join(DATASETS)}}}",
-        tuple(f"torchvision.datasets.{name}" for name in DATASETS),
-        _is_dataset,
-    ),
-}
+    if group == "data":
+        return candidate in [getattr(torchvision.datasets, name) for name in DATASETS]
+    models = torchvision.models
+    if is_subclass(nn.Module, "torchvision.models."):
+        return not issubclass(candidate, fx.GraphModule)  # it compiles the code it is given
+    return candidate in [models.get_model, *map(models.get_model_builder, models.list_models())]

@@ -8,12 +8,12 @@ without its protocol: 12 of 15.75 GB/s for 3.0 x16, 25 of 31.5 for 4.0, 50 of 63
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any, final
 
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.values import parse_bytes
 
 GIB = 2**30
@@ -97,6 +97,21 @@ DEVICES: Mapping[str, DeviceSpec] = {
 def is_elsewhere(device: object) -> bool:
     """Whether this entry of `devices` is a name or the figures of a device that need not be in this machine."""
     return isinstance(device, Mapping) or (isinstance(device, str) and device in DEVICES)
+
+
+def device_problems(device: object, devices: Any) -> Iterator[str]:
+    """What is wrong with the keys `device` and `devices` of a plan for devices that need not be in this machine."""
+    if isinstance(device, str) and device not in DEVICES:
+        yield f"device={device}: unknown device; {or_list(device.lower(), DEVICES)}"
+    elif device is not None and not isinstance(device, str | Mapping):
+        yield f"device={device}: must be a name such as a100, or figures such as {{flops:50e12,memory:24GiB,...}}"
+    if device is None and (others := [other for other in devices if not is_elsewhere(other)]):
+        yield (
+            f"devices={devices}: devices of this machine and others cannot be mixed, and {others[0]} is none of "
+            f"{', '.join(sorted(DEVICES))}"
+        )
+    if device is not None and (not isinstance(devices, int) or isinstance(devices, bool)):
+        yield f"devices={devices}: give the number of devices for device={device}, such as devices=8"
 
 
 def own_device(figures: Mapping[str, Any], key: str = "device") -> DeviceSpec:

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_cli.config.checks import check
-from gpipe_cli.config.schema import COMPONENT_GROUPS, EvalConfig, LogConfig, ScheduleConfig, TrainConfig
+from gpipe_cli.config.schema import (
+    COMPONENT_GROUPS,
+    EvalConfig,
+    LogConfig,
+    ScheduleConfig,
+    SnapshotConfig,
+    TrainConfig,
+)
 from gpipe_cli.errors import ConfigError
 
 CHOSEN: dict[str, Any] = {group: {"_target_": "a.b"} for group in COMPONENT_GROUPS}
@@ -40,6 +47,11 @@ def test_the_defaults_pass() -> None:
         ({"clip_grad_norm": math.nan}, "clip_grad_norm=nan: must be positive"),
         ({"threads": True}, "threads=True: must be auto or a whole number of at least 1"),
         ({"threads": 0}, "threads=0: must be auto"),
+        ({"threads": {"a": 1}}, "threads={'a': 1}: must be auto"),
+        ({"checkpoint": {"a": 1}}, "checkpoint={'a': 1}: choose one of: always, except_last, never"),
+        ({"checkpoint": None}, "checkpoint=None: choose one of: always, except_last, never"),
+        ({"device_memory": {"a": 1}}, "device_memory={'a': 1}: expected a number of bytes"),
+        ({"snapshot": SnapshotConfig(every={"a": 1})}, "snapshot.every={'a': 1}: must be a number of steps"),
         ({"precision": "fp23"}, "precision=fp23: did you mean 'fp32'"),
         ({"checkpoint": "alway"}, "checkpoint=alway: did you mean 'always'"),
         ({"checkpoint": ["always", "nevr"]}, r"checkpoint=\['always', 'nevr'\]: did you mean 'never'"),
