@@ -2,8 +2,8 @@
 
 Hydra gets the words that differ between the jobs, and those that configure it. A job composes its own words, so that
 the same words mean the same in a sweep and alone. A failure does not end a sweep; a request to stop does. A sweep of
-training runs has a directory, so that the same line finds its jobs again: it skips those that have finished and
-resumes the others.
+training runs has a directory with a folder for each job and sweep.json, by which the same line finds it again: it
+skips the jobs that have finished and resumes the others.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import logging
 import math
 import os
 import shlex
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -31,27 +33,30 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.compose import JobConfig, Request, SweepWord, compose, prepared, sweep_words
+from gpipe_cli.config.compose import JobConfig, Request, compose, prepared, sweep_words
 from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.config.sources import VERSION, store
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import override_key, quote_override, quoted, sets_hydra, sets_key, without_keys
-from gpipe_cli.errors import INTERRUPTED, ConfigError, Interrupted, Stopped
+from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.jobs import run_job
+from gpipe_cli.process_lifetime import temporary_folder
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.sweep_results import JobResult, print_sweep, print_sweep_json
 from gpipe_cli.run.job import Summary
-from gpipe_cli.run.sweep_directory import open_sweep, results_folder
-from gpipe_cli.sweep_job import SweepStopped, Task, passing_signals_on, requested_stop
+from gpipe_cli.sweep_job import Task, passing_signals_on, requested_stop
 from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.run_directory import check_directory_name
-from gpipe_cli.training.signals import stop_immediately
+from gpipe_cli.training.run_directory import lock_run_directory, make_run_directory, write_json
+from gpipe_cli.training.signals import StopRequested, stop_immediately
 from gpipe_cli.values import lower_is_better
 
 PRIMARY = "gpipe_job"
+MANIFEST, LOCK, RESULTS = "sweep.json", "sweep.lock", "results"
+"""The lock is not that of a run, or the directory would be taken for one."""
+SWEEPS = Path("runs", "sweep")
 DIRECTORY_KEYS = ("run_dir", "resume")
 """Keys that say where a sweep is, and are no part of what it computes."""
 SWEEP_DIR = "hydra.sweep.dir"
@@ -61,14 +66,12 @@ MOST_JUDGED = 100
 
 def ask_hydra(request: Request, invocation: Invocation) -> None:
     """gpipe <command> --cfg hydra|all, --info or --hydra-help: Hydra's own answers."""
-    flags = ["--hydra-help"] if invocation.hydra_help else []
-    flags += [] if invocation.info is None else ["--info", invocation.info]
-    flags += [] if invocation.cfg is None else ["--cfg", invocation.cfg]
-    flags += ["--resolve"] if invocation.resolve else []
-    flags += [] if invocation.package is None else ["--package", invocation.package]
+    given = {"--info": invocation.info, "--cfg": invocation.cfg, "--package": invocation.package}
+    flags = [part for flag, value in given.items() if value is not None for part in (flag, value)]
+    flags += ["--resolve"] * invocation.resolve + ["--hydra-help"] * invocation.hydra_help
     config = _hydra_config({"help": "default"}, {"hydra_help": "default"})
     with prepared(request, config) as (primary, words, _, _):
-        _hydra_main(request.command, primary, _nothing, [*flags, *words, *_hydra_words(request)])
+        _hydra_main(request.command, lambda _: None, [*flags, *words, *_hydra_words(request)], primary)
 
 
 def run_with_hydra(request: Request, invocation: Invocation, began: float) -> int:
@@ -77,26 +80,22 @@ def run_with_hydra(request: Request, invocation: Invocation, began: float) -> in
         return _run_sweep(request, invocation, began)
     config = compose(request)
     add_current_folder(getattr(config.settings, "allow", ()))  # hydra.job.chdir changes it
-    results: list[Summary | BaseException] = []
+    done: Future[Summary] = Future()
 
     def task(_: object) -> None:
+        own, flags = config, invocation
+        if request.command == "train" and sets_key(request.words, "hydra.run.dir"):
+            own = config.with_values(run_dir=HydraConfig.get().runtime.output_dir)
         try:
-            own = config
-            if request.command == "train" and sets_key(request.words, "hydra.run.dir"):
-                own = config.with_values(run_dir=HydraConfig.get().runtime.output_dir)
-            results.append(
-                run_job(request, own, json=invocation.json, dry_run=invocation.dry_run, began=began)
-            )
+            done.set_result(run_job(request, own, json=flags.json, dry_run=flags.dry_run, began=began))
         except BaseException as error:  # noqa: BLE001 - Hydra would print it in its own words
-            results.append(error)
+            done.set_exception(error)
 
     _store(config)
-    _hydra_main(request.command, PRIMARY, task, _hydra_words(request))
-    (result,) = results
-    if isinstance(result, BaseException):
-        raise result
+    _hydra_main(request.command, task, _hydra_words(request))
+    summary = done.result()
     if invocation.json:
-        sys.stdout.write(f"{json.dumps(result)}\n")
+        sys.stdout.write(f"{json.dumps(summary)}\n")
     return 0
 
 
@@ -104,44 +103,42 @@ def _run_sweep(request: Request, invocation: Invocation, began: float) -> int:
     """Run every job that has not finished, and return the first exit code that is not 0."""
     line = shlex.join(["gpipe", request.command, *invocation.typed])
     sweep = _judged(request, dry_run=invocation.dry_run)
-    with sweep.opened(line) as path, results_folder(None if torchrun.follows() else path) as folder:
-        task = Task(
-            replace(request, words=sweep.shared),
-            tuple(word.given for word in sweep.swept),
-            folder,
-            path is not None,
-            invocation,
-            began=time.time() - (time.monotonic() - began),
-        )
-        words = ["--multirun", *sweep.hydra_words(path or folder)]
-        error: BaseException | None = None
+    sweep.check()
+    started = time.time() - (time.monotonic() - began)
+    error: BaseException | None = None
+    with _opened(sweep, line) if sweep.makes_runs else temporary_folder("sweep") as path:
+        folder = path.absolute() / RESULTS
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # results of an earlier launch would count as results of this one
+        folder.mkdir()
+        shared = replace(request, words=sweep.shared)
+        swept = {override_key(word): word.partition("=")[0] for word in sweep.swept}
+        task = Task(shared, swept, folder, sweep.makes_runs, invocation, started)
         try:
-            with passing_signals_on(folder, block="submitit" in sweep.launcher):
-                _hydra_main(request.command, PRIMARY, task, words)
-        except (Exception, KeyboardInterrupt, SweepStopped) as raised:  # noqa: BLE001 - the results come first
+            with passing_signals_on(folder, block="submitit" in sweep.node.launcher._target_):
+                _hydra_main(request.command, task, ["--multirun", *sweep.hydra_words(path)])
+        except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - the results come first
             error = raised
         files = RunFiles(folder)
-        read = [files.json(file.name) for file in folder.glob("[0-9]*.json")]
-        stop = requested_stop(folder)
-    results = sorted((JobResult(**result) for result in read if result), key=lambda result: result.number)
-    jobs = sweep.jobs or len(results)
+        read = [JobResult(**files.json(file.name)) for file in folder.glob("[0-9]*.json")]
+        stop = requested_stop(folder) or ("Ctrl-C" if isinstance(error, KeyboardInterrupt) else None)
+    results = sorted(read, key=lambda result: result.number)
+    jobs = max(sweep.jobs, len(results))
     if invocation.json:
         print_sweep_json(results, sweep.monitor)
-    else:
+    elif results:
         print_sweep(results, sweep.monitor, jobs, line)
     finished = sum(result.exit_code == 0 for result in results)
-    if isinstance(error, KeyboardInterrupt):
-        stop = INTERRUPTED, "stopped by Ctrl-C at once"
-    if stop is not None and finished < jobs:
-        kind = Interrupted if stop[0] == INTERRUPTED else Stopped
-        resume = f"; resume with: {line}" if path is not None else ""
-        raise kind(f"{stop[1]}; {finished} of {jobs} jobs have finished{resume}")
+    if stop and finished < jobs:
+        resume = f"; resume with: {line}" if sweep.makes_runs else ""
+        raise StopRequested(stop).error(f"stopped by {stop}; {finished} of {jobs} jobs have finished{resume}")
     code = next((result.exit_code for result in results if result.exit_code), 0)
     if error is not None:
         if not code:
             raise error
         print_status(f"the sweeper ended with: {describe(error.__cause__ or error)}")
-    if path is not None and results and all(result.finished_earlier for result in results):
+    if sweep.makes_runs and results and all(result.finished_earlier for result in results):
         print_status(f"all jobs have finished; give {SWEEP_DIR}=<new directory> to run them again")
     return code
 
@@ -152,63 +149,37 @@ class _Sweep:
     """What is known before the first job: the words, and what they and Hydra's keys mean."""
 
     request: Request
-    words: Sequence[SweepWord]
+    words: Mapping[str, Sequence[str]]
+    """Each word of the jobs, with those that it stands for."""
     configs: Sequence[JobConfig]
-    """Of jobs that together have each value at least once."""
+    """Those of jobs that together have each value at least once."""
     node: DictConfig
     """Hydra's configuration of itself."""
-    dry_run: bool
+    monitor: str | None
+    """The metric that decides; none if the jobs do not train."""
+    directory: str | None
+    """The given one."""
+    makes_runs: bool
+    """Whether the jobs are new runs, which need directories, rather than runs that are trained longer."""
 
     @property
-    def swept(self) -> list[SweepWord]:
-        return [word for word in self.words if len(word.each) > 1]
+    def swept(self) -> list[str]:
+        return [word for word, each in self.words.items() if len(each) > 1]
 
     @property
     def shared(self) -> tuple[str, ...]:
         """The words of all jobs, without those that say where the sweep is."""
-        words = tuple(word.each[0] for word in self.words if len(word.each) == 1)
-        return without_keys(words, DIRECTORY_KEYS) if self.makes_runs else words
-
-    @property
-    def launcher(self) -> str:
-        return str(self.node.launcher._target_)
-
-    @property
-    def sweeper(self) -> str:
-        return str(self.node.sweeper._target_)
+        words = [each[0] for each in self.words.values() if len(each) == 1]
+        return without_keys(words, DIRECTORY_KEYS if self.makes_runs else ())
 
     @property
     def is_optuna(self) -> bool:
-        return "optuna" in self.sweeper
+        return "optuna" in self.node.sweeper._target_
 
     @property
-    def jobs(self) -> int | None:
-        """How many, if the sweeper is known to run all combinations or a given number."""
-        if self.is_optuna:
-            return int(self.node.sweeper.n_trials)
-        is_grid = "BasicSweeper" in self.sweeper and not self.node.sweeper.params
-        return math.prod(len(word.each) for word in self.words) if is_grid else None
-
-    @property
-    def monitor(self) -> str | None:
-        """The metric that decides; none if the jobs do not train."""
-        settings = self.configs[0].settings
-        if self.dry_run or not isinstance(settings, TrainConfig):
-            return None
-        return settings.snapshot.monitor or "loss"
-
-    @property
-    def given_directory(self) -> str | None:
-        if sets_key(self.request.words, SWEEP_DIR):
-            return str(self.node.sweep.dir)
-        return getattr(self.configs[0].settings, "run_dir", None)
-
-    @property
-    def makes_runs(self) -> bool:
-        """Whether the jobs are new runs, which need directories, rather than runs that are trained longer."""
-        resume = getattr(self.configs[0].settings, "resume", None)
-        agreed = not torchrun.is_rank() or self.given_directory is not None
-        return self.monitor is not None and resume in (None, "auto") and agreed
+    def jobs(self) -> int:
+        """How many, as far as the words say it."""
+        return int(self.node.sweeper.get("n_trials") or math.prod(map(len, self.words.values())))
 
     @property
     def digest(self) -> str:
@@ -225,79 +196,83 @@ class _Sweep:
 
     def check(self) -> None:
         """Refuse what the sweeper or the launcher cannot do, before anything is written."""
-        for word in self.words:
-            if word.is_interval and "BasicSweeper" in self.sweeper:
-                raise ConfigError(
-                    f"{word.given}: an interval needs hydra/sweeper=optuna, which searches in it"
-                )
-            if override_key(word.given) == "run_dir" and len(word.each) > 1:
-                raise ConfigError(f"{word.given}: a sweep has one directory, with a folder for each job")
-        if sets_key(self.request.words, "run_dir") and sets_key(self.request.words, SWEEP_DIR):
+        words = self.request.words
+        if torchrun.is_rank():
+            raise ConfigError("-m: a sweep starts its runs itself; leave torchrun out")
+        if sets_key(self.swept, "run_dir"):
+            raise ConfigError("run_dir: a sweep has one directory, with a folder for each job; give one name")
+        if sets_key(words, "run_dir") and sets_key(words, SWEEP_DIR):
             raise ConfigError(f"run_dir and {SWEEP_DIR} exclude each other; give one of them")
+        if sets_key(words, SWEEP_DIR) and not self.makes_runs:
+            raise ConfigError(
+                f"{SWEEP_DIR}: has no effect, because only new runs have directories; leave it out"
+            )
+        if sets_key(words, "hydra.sweep.subdir"):
+            raise ConfigError(
+                "hydra.sweep.subdir: the directory of a job is named after its values; leave it out"
+            )
         if self.is_optuna and self.monitor is None:
             raise ConfigError(
                 "hydra/sweeper=optuna: needs a metric, which only gpipe train has; leave it out"
             )
-        check_directory_name(self.given_directory)
-        if sets_key(self.request.words, SWEEP_DIR) and not self.makes_runs:
-            raise ConfigError(
-                f"{SWEEP_DIR}: has no effect, because only new runs have directories; leave it out"
-            )
-        together = self.node.launcher.get("n_jobs", 1) != 1 or "LocalLauncher" in self.launcher
+        launcher = self.node.launcher
+        together = launcher.get("n_jobs", 1) != 1 or "LocalLauncher" in launcher._target_
         asked = not self.is_optuna or sets_key(self.request.words, "hydra.sweeper.n_jobs")
         if together and asked and self.jobs != 1 and self.monitor is not None:
             _check_devices(self.configs)
 
     def hydra_words(self, path: Path) -> list[str]:
         """The words for Hydra; path: of the sweep."""
-        defaults: list[str] = []
-        if self.is_optuna:
-            settings: Any = self.configs[0].settings
-            better = "minimize" if lower_is_better(self.monitor or "loss") else "maximize"
-            study = f"gpipe-{self.digest[:8]}"
-            values = {"direction": better, "study_name": study, "n_jobs": 1, "max_failure_rate": 1.0}
-            # The same seed asks for the same trials again: it resumes a sweep, and would repeat those of a storage.
-            if "seed" in self.node.sweeper.sampler and self.node.sweeper.storage is None:
-                values["sampler.seed"] = settings.seed
-            defaults = [f"hydra.sweeper.{key}={value}" for key, value in values.items()]
-            _silence_optuna(self.request.words)
         # Struct mode would refuse keys that the first combination does not have.
-        swept = [f"++{quote_override(word.given).lstrip('+')}" for word in self.swept]
+        swept = [f"++{quote_override(word).lstrip('+')}" for word in self.swept]
+        defaults = self._optuna_words() if self.is_optuna else []
         directory = f"{SWEEP_DIR}={quoted(str(path.absolute()))}"
         return [*swept, *defaults, *_hydra_words(self.request), directory]
 
-    def opened(self, line: str) -> AbstractContextManager[Path | None]:
-        """Its directory, if it has one; of the ranks of torchrun, the first one creates it."""
-        if not self.makes_runs:
-            return nullcontext()
-        if torchrun.follows():
-            return nullcontext(Path(str(self.given_directory)))
-        return open_sweep(self.given_directory, self.digest, line, self.configs[0].model)
+    def _optuna_words(self) -> list[str]:
+        """The defaults that docs/how-to/hydra.md lists; it announces its study and each failed job only if told to."""
+        logs = ("hydra/hydra_logging", "hydra/job_logging")
+        if not any(override_key(word).startswith(logs) for word in self.request.words):
+            importlib.import_module("optuna.logging").set_verbosity(logging.ERROR)
+            logging.getLogger("hydra_plugins.hydra_optuna_sweeper").setLevel(logging.ERROR)
+        settings: Any = self.configs[0].settings
+        better = "minimize" if lower_is_better(self.monitor or "loss") else "maximize"
+        study = f"gpipe-{self.digest[:8]}"
+        values = {"direction": better, "study_name": study, "n_jobs": 1, "max_failure_rate": 1.0}
+        # The same seed asks for the same trials again: it resumes a sweep, and would repeat those of a storage.
+        if "seed" in self.node.sweeper.sampler and self.node.sweeper.storage is None:
+            values["sampler.seed"] = settings.seed
+        return [f"hydra.sweeper.{key}={value}" for key, value in values.items()]
 
 
 def _judged(request: Request, *, dry_run: bool) -> _Sweep:
     """Compose and check the jobs of a sweep, as far as they are known before the first one runs."""
-    words = sweep_words([word for word in request.words if not sets_hydra(word)], request.command)
-    hydra_words = _hydra_words(request)
-    values = [word.each for word in words]
-    first = tuple(each[0] for each in values)
-    if math.prod(map(len, values)) <= MOST_JUDGED:
-        jobs = list(product(*values))
-    else:
-        others = (
-            (*first[:position], value, *first[position + 1 :])
-            for position, each in enumerate(values)
-            for value in each[1:]
-        )
-        jobs = [first, *others]
+    words, hydra_words = sweep_words(request), _hydra_words(request)
+    values = list(words.values())
+    jobs = list(product(*values)) if math.prod(map(len, values)) <= MOST_JUDGED else _each_value(values)
     with stop_immediately():
         configs = [compose(replace(request, words=(*job, *hydra_words))) for job in jobs]
         _store(configs[0])
         with config_errors(request.command), initialize(None, request.command, **VERSION):
-            tree = hydra.compose(PRIMARY, hydra_words, return_hydra_config=True)
-    sweep = _Sweep(request, words, configs, tree.hydra, dry_run)
-    sweep.check()
-    return sweep
+            node = hydra.compose(PRIMARY, hydra_words, return_hydra_config=True).hydra
+    settings, monitor = configs[0].settings, None
+    if isinstance(settings, TrainConfig) and not dry_run:
+        monitor = settings.snapshot.monitor or "loss"
+    has_directory = sets_key(request.words, SWEEP_DIR)
+    directory = str(node.sweep.dir) if has_directory else getattr(settings, "run_dir", None)
+    makes_runs = monitor is not None and getattr(settings, "resume", None) in (None, "auto")
+    return _Sweep(request, words, configs, node, monitor, directory, makes_runs)
+
+
+def _each_value(values: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Jobs that together have each value, with the first values of the other keys."""
+    first = tuple(each[0] for each in values)
+    others = (
+        (*first[:place], value, *first[place + 1 :])
+        for place, each in enumerate(values)
+        for value in each[1:]
+    )
+    return [first, *others]
 
 
 def _check_devices(configs: Sequence[JobConfig]) -> None:
@@ -317,11 +292,34 @@ def _check_devices(configs: Sequence[JobConfig]) -> None:
         )
 
 
-def _silence_optuna(words: Sequence[str]) -> None:
-    """Optuna announces its study and each failed job, unless the user has chosen what to log."""
-    if not any(override_key(word).startswith(("hydra/hydra_logging", "hydra/job_logging")) for word in words):
-        importlib.import_module("optuna.logging").set_verbosity(logging.ERROR)
-        logging.getLogger("hydra_plugins.hydra_optuna_sweeper").setLevel(logging.ERROR)
+@contextmanager
+def _opened(sweep: _Sweep, line: str) -> Iterator[Path]:
+    """Create the directory of a sweep, or find that of an earlier launch; inside, no other process writes to it."""
+    digest = sweep.digest
+    path = _earlier(digest) if sweep.directory is None else Path(sweep.directory)
+    if path is None or not (path / MANIFEST).exists():
+        path = make_run_directory(sweep.directory, SWEEPS.name, sweep.configs[0].model)
+    with lock_run_directory(path, LOCK):
+        files = RunFiles(path)
+        earlier = files.json(MANIFEST)
+        if files.problems:
+            raise RunError(f"{path / MANIFEST}: cannot be read; choose another directory, or remove this one")
+        if earlier and earlier.get("digest") != digest:
+            raise ConfigError(
+                f"{path}: has a sweep with other settings, which repeats with: {earlier.get('command')}; "
+                "choose another directory"
+            )
+        if not earlier:
+            write_json(path / MANIFEST, {"digest": digest, "command": line})
+        print_status(f"{'resuming the sweep in' if earlier else 'sweep directory:'} {path}")
+        yield path
+
+
+def _earlier(digest: str) -> Path | None:
+    """The newest directory with this sweep."""
+    paths = sorted((path.parent for path in SWEEPS.glob(f"*/*/{MANIFEST}")), key=lambda path: path.name)
+    same = (path for path in reversed(paths) if RunFiles(path).json(MANIFEST).get("digest") == digest)
+    return next(same, None)
 
 
 def _hydra_config(*more: dict[str, Any]) -> HydraConf:
@@ -346,26 +344,14 @@ def _hydra_words(request: Request) -> list[str]:
     return [quote_override(word) for word in request.words if sets_hydra(word)]
 
 
-def _nothing(config: Any) -> None:
-    raise AssertionError("Hydra prints, and runs nothing")
-
-
-def _hydra_main(command: str, primary: str, task: Callable[[Any], Any], words: Sequence[str]) -> None:
-    # Hydra exits after its help.
-    with config_errors(command), _arguments([f"gpipe {command}", *words]), suppress(SystemExit):
-        hydra.main(config_path=None, config_name=primary, **VERSION)(task)()
-
-
-@contextmanager
-def _arguments(words: list[str]) -> Iterator[None]:
-    """Hydra reads its words from sys.argv, and raises instead of printing a traceback if this variable is set."""
-    argv, variable = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = words, "1"
+def _hydra_main(
+    command: str, task: Callable[[Any], Any], words: Sequence[str], primary: str = PRIMARY
+) -> None:
+    """Run the task by Hydra, which reads its words from sys.argv."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that it raises instead of printing a traceback
+    before, sys.argv = sys.argv, [f"gpipe {command}", *words]
     try:
-        yield
+        with config_errors(command), suppress(SystemExit):  # it exits after its help
+            hydra.main(config_path=None, config_name=primary, **VERSION)(task)()
     finally:
-        sys.argv = argv
-        if variable is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = variable
+        sys.argv = before

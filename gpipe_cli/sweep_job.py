@@ -15,22 +15,19 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import chdir, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.compose import JobConfig, Request, compose
-from gpipe_cli.config.files import load_yaml
+from gpipe_cli.config.compose import Request, compose
 from gpipe_cli.config.sources import register_resolver
 from gpipe_cli.config.targets import add_current_folder
-from gpipe_cli.config.words import override_key
-from gpipe_cli.errors import INTERRUPTED, ConfigError, Interrupted, exit_code
+from gpipe_cli.errors import Interrupted, exit_code
 from gpipe_cli.jobs import run_job
 from gpipe_cli.process_lifetime import die_with_parent
 from gpipe_cli.redaction import redacted
@@ -38,31 +35,19 @@ from gpipe_cli.report import output
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.run_files import RunFiles
-from gpipe_cli.report.sweep_results import JobResult, best_value
-from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.run_directory import write_json
-from gpipe_cli.training.signals import (
-    STOP_SIGNALS,
-    StopRequests,
-    as_stopped,
-    handlers_installed,
-    install_handlers,
-)
+from gpipe_cli.report.run_list import read_row
+from gpipe_cli.report.sweep_results import JobResult
+from gpipe_cli.training import signals
+from gpipe_cli.training.run_directory import write_json, write_text
+from gpipe_cli.training.signals import STOP_SIGNALS, SignalInbox, StopRequested, StopRequests
 
-STOP = "stop.json"
-LAUNCH_KEYS = ("run_dir", "resume", "reset_optimizer", "allow")
-"""Keys of one launch, in which the saved configuration of a job may differ."""
+STOP = "stop"
 LONGEST_NAME = 60
 POLL_SECONDS = 0.1
 
 
-@final
-class SweepStopped(BaseException):
-    """Ends a sweep whose jobs run in this process: Hydra goes on with the next job after any Exception."""
-
-
-def _process() -> str:
-    return f"{socket.gethostname()} {os.getpid()}"
+def _process() -> tuple[str, int]:
+    return socket.gethostname(), os.getpid()
 
 
 @final
@@ -70,138 +55,109 @@ def _process() -> str:
 class Task:
     request: Request
     """With the words that all jobs share."""
-    swept: tuple[str, ...]
-    """The words with several values, as they were given."""
+    swept: Mapping[str, str]
+    """The keys of the other words, and how they were given, perhaps with a plus sign."""
     folder: Path
     """For results, and for the request to stop."""
-    has_directories: bool
+    makes_runs: bool
     invocation: Invocation
     began: float
     """When the command did, in seconds since 1970: a job may run on another machine."""
-    process: str = field(default_factory=_process)
+    process: tuple[str, int] = field(default_factory=_process)
 
     def __call__(self, _: object) -> float | None:
         """Run the job that Hydra has configured, and return the value that a sweeper optimizes, if it has one."""
-        if (self.folder / STOP).exists():
+        if requested_stop(self.folder):
             return None
         given = HydraConfig.get()
-        words = tuple(map(self._as_given, given.overrides.task))
-        number = int(given.job.num)
-        result = JobResult(number, (*self.request.words, *words), " ".join(words))
-        write_json(self.folder / f"{number}.json", asdict(result))
+        pairs = (word.lstrip("+").partition("=") for word in given.overrides.task)
+        words = tuple(f"{self.swept.get(key, key)}={value}" for key, _, value in pairs)
+        result = JobResult(int(given.job.num), (*self.request.words, *words), " ".join(words))
+        file = self.folder / f"{result.number}.json"
+        write_json(file, asdict(result))
         is_worker = self.process != _process()
-        with self._as_worker(number) if is_worker else nullcontext():
+        # The folder may be another one in a worker, or because of hydra.job.chdir.
+        with self._as_worker(result.number) if is_worker else nullcontext(), chdir(given.runtime.cwd):
             result = self._run(result, given)
-        write_json(self.folder / f"{number}.json", asdict(result))
+        write_json(file, asdict(result))
         if result.stopped:
-            request_stop(self.folder, result.exit_code, result.message)
+            request_stop(
+                self.folder, str(result.error).split()[2].rstrip(",;")
+            )  # "stopped by Ctrl-C; saved in"
             if not is_worker:
-                raise SweepStopped
-        return None if result.failed or result.stopped else result.best
-
-    def _as_given(self, word: str) -> str:
-        """Hydra gets `++key=value`, whatever was given."""
-        key = override_key(word)
-        before = next((other for other in self.swept if override_key(other) == key), "")
-        return f"{'+' * (len(before) - len(before.lstrip('+')))}{word.lstrip('+')}"
+                raise KeyboardInterrupt  # after any Exception, Hydra would go on with the next job
+        return result.best if result.exit_code == 0 else None
 
     def _run(self, result: JobResult, given: Any) -> JobResult:
         """given: Hydra's configuration of the job."""
-        run = Path(given.runtime.output_dir) if self.has_directories else None
+        run = Path(given.runtime.output_dir)
+        if run.is_relative_to(Path.cwd()) and not given.job.chdir:
+            run = run.relative_to(Path.cwd())  # as people give it
         try:
-            request = replace(self.request, words=tuple(result.overrides))
-            with chdir(given.runtime.cwd):  # hydra.job.chdir has changed it, or a worker has another one
-                config = compose(request)
-                add_current_folder(getattr(config.settings, "allow", ()))
-                run = run if run is None or given.job.chdir else shown_path(run)
-            with nullcontext() if given.job.chdir else chdir(given.runtime.cwd):
-                result = self._run_in(run, request, config, result)
-            result = replace(result, exit_code=0, message="")
+            result = self._run_in(run, result, chdir(run) if given.job.chdir else nullcontext())
         except BaseException as error:  # noqa: BLE001 - a layer may raise anything; the table reports it
             if self.invocation.debug:
                 traceback.print_exception(error)
             at_once = type(error) is KeyboardInterrupt
-            error = Interrupted("stopped by Ctrl-C at once") if at_once else as_stopped(error)
-            result = replace(result, exit_code=exit_code(error), message=redacted(describe(error)))
+            error = Interrupted("stopped by Ctrl-C") if at_once else signals.as_stopped(error)
+            result = replace(result, exit_code=exit_code(error), error=redacted(describe(error)))
             if result.failed:
-                self._say(f"job {result.number}: {result.reason}")
-        with chdir(given.runtime.cwd):
-            if run is not None and (run / "config.yaml").exists():
-                result = replace(result, run_dir=str(run), best=best_value(run))
+                result = replace(result, error=f"FAILED ({result.exit_code}): {result.error}")
+                _say(result, str(result.error))
+        if self.makes_runs and (run / "config.yaml").exists():
+            result = replace(result, run_dir=str(run), best=read_row(run).best)
         return result
 
-    def _run_in(self, run: Path | None, request: Request, config: JobConfig, result: JobResult) -> JobResult:
-        """run: its directory, which an earlier launch of the sweep may have left."""
-        announced, resume = f"job {result.number}: {result.label}", None
-        if run is not None:
-            if (run / "config.yaml").exists():
-                _check_same(run, config)
-                if summary := RunFiles(run).json("summary.json"):
-                    self._say(f"job {result.number}: finished earlier, skipped")
-                    return replace(result, summary=summary, finished_earlier=True)
-                announced, resume = f"{announced}, resuming", "auto"
-            config = config.with_values(run_dir=str(run), resume=resume)
-        self._say(announced)
+    def _run_in(self, run: Path, result: JobResult, folder: AbstractContextManager[Any]) -> JobResult:
+        """run: its directory, which an earlier launch of the sweep may have left. folder: enters that of the job."""
+        result = replace(result, exit_code=0, error=None)
+        resumes = self.makes_runs and (run / "config.yaml").exists()
+        if resumes and (summary := RunFiles(run).json("summary.json")):
+            _say(result, "finished earlier, skipped")
+            return replace(result, summary=summary, finished_earlier=True)
+        _say(result, f"{result.label}{', resuming' if resumes else ''}")
+        request = replace(self.request, words=tuple(result.overrides))
+        config = compose(request)
+        add_current_folder(getattr(config.settings, "allow", ()))  # before it is left
+        if self.makes_runs:
+            config = config.with_values(run_dir=str(run), resume="auto" if resumes else None)
         began = time.monotonic() - (time.time() - self.began)
         flags = self.invocation
-        summary = run_job(request, config, json=flags.json, dry_run=flags.dry_run, began=began, in_sweep=True)
+        with folder:
+            summary = run_job(
+                request, config, json=flags.json, dry_run=flags.dry_run, began=began, in_sweep=True
+            )
         return replace(result, summary=summary)
 
     @contextmanager
     def _as_worker(self, number: int) -> Iterator[None]:
         """Inside, this process belongs to the sweep: it ends with it, and a request to stop is a signal to it."""
-        inbox = (
-            install_handlers()
-        )  # for good: a worker that ends between two jobs would take the others with it
+        # For good: a worker that ends between two jobs would take the others with it.
+        inbox = signals.install_handlers()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         multiprocessing.set_start_method(None, force=True)  # that of joblib cannot start torch's data workers
-        parent = int(self.process.split()[-1])
+        _, parent = self.process
         if os.getppid() == parent:
             die_with_parent(parent)
         os.environ["TERM"] = "dumb"  # several jobs share the terminal, which has room for one panel
         output.line_begin = f"job {number}: "
-
-        def look() -> None:
-            if (request := requested_stop(self.folder)) and inbox.first is None:
-                by_keyboard = request[0] == INTERRUPTED
-                os.kill(os.getpid(), signal.SIGINT if by_keyboard else signal.SIGTERM)
-
-        with _watching(look):
+        with _sharing_stops(self.folder, inbox, obeys=True):
             yield
 
-    def _say(self, line: str) -> None:
-        if not torchrun.follows():
-            print_status(line.removeprefix(output.line_begin))
+
+def _say(result: JobResult, text: str) -> None:
+    print_status(f"job {result.number}: {text}".removeprefix(output.line_begin))
 
 
-def shown_path(path: Path) -> Path:
-    """The path as people give it: relative to the current folder if it is below it."""
-    below = path.is_relative_to(Path.cwd()) and path != Path.cwd()
-    return path.relative_to(Path.cwd()) if below else path
-
-
-def _check_same(run: Path, config: JobConfig) -> None:
-    """Refuse to take the run of another job for that of this one."""
-    saved: Any = OmegaConf.to_container(load_yaml(run / "config.yaml", base=run))
-    own: Any = OmegaConf.to_container(config.tree)
-    ignored = dict.fromkeys(LAUNCH_KEYS)
-    # A plan that was searched for has become part of the saved configuration.
-    if {**saved, **ignored} != {**own, **ignored} and not own["plan"]["auto"]:
-        raise ConfigError(f"{run}: has a run with other settings; choose another hydra.sweep.dir")
-
-
-def request_stop(folder: Path, exit_code: int, reason: str) -> None:
+def request_stop(folder: Path, reason: str) -> None:
     """Ask all jobs to save and to stop; the first request counts."""
-    if not (folder / STOP).exists():
-        write_json(folder / STOP, {"exit_code": exit_code, "reason": reason.partition(";")[0]})
+    if not requested_stop(folder):
+        write_text(folder / STOP, reason)
 
 
-def requested_stop(folder: Path) -> tuple[int, str] | None:
-    """The exit code and the reason, if the jobs are asked to stop."""
-    match RunFiles(folder).json(STOP):
-        case {"exit_code": int(code), "reason": str(reason)}:
-            return code, reason
-    return None
+def requested_stop(folder: Path) -> str:
+    """Why the jobs are asked to stop; empty if they are not."""
+    return RunFiles(folder).text(STOP)
 
 
 @contextmanager
@@ -211,30 +167,31 @@ def passing_signals_on(folder: Path, *, block: bool) -> Iterator[None]:
     block: keep signals from the processes that are started inside, which do not know what to do with them.
     """
     blocked = set(STOP_SIGNALS) if block else set()
-    with handlers_installed() as inbox:
-
-        def look() -> None:
-            if pending := signal.sigpending() & blocked:
-                _thread.interrupt_main(signal.Signals(signal.sigwait(pending)))
-            if request := StopRequests(inbox).request:
-                request_stop(folder, request.error("").exit_code, f"stopped by {request.reason}")
-
+    with signals.handlers_installed() as inbox:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         try:
-            with _watching(look):
+            with _sharing_stops(folder, inbox, blocked=blocked):
                 yield
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
-def _watching(look: Callable[[], None]) -> Iterator[None]:
-    """Inside, a thread calls the function again and again."""
+def _sharing_stops(
+    folder: Path, inbox: SignalInbox, *, blocked: Set[int] = frozenset(), obeys: bool = False
+) -> Iterator[None]:
+    """Inside, a signal to this process is a request to all; obeys: and a request of another a signal to this one."""
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(POLL_SECONDS):
-            look()
+            if pending := signal.sigpending() & blocked:
+                _thread.interrupt_main(signal.Signals(signal.sigwait(pending)))
+            if own := StopRequests(inbox).request:
+                request_stop(folder, own.reason)
+            elif obeys and (reason := requested_stop(folder)):
+                by_keyboard = StopRequested(reason).by_keyboard
+                os.kill(os.getpid(), signal.SIGINT if by_keyboard else signal.SIGTERM)
 
     thread = threading.Thread(target=watch, name="gpipe-sweep", daemon=True)
     thread.start()

@@ -1,6 +1,6 @@
 """From YAML files and the words of a command line to typed, checked settings, by Hydra's public API.
 
-`compose` makes one job, `expand` says which jobs a sweep has. Every mistake is a ConfigError of one line.
+`compose` makes one job, `sweep_words` says which values a sweep has. Every mistake is a ConfigError of one line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any, final
 
@@ -156,26 +155,14 @@ def print_config(request: Request, package: str | None, *, resolve: bool) -> Non
         sys.stdout.write(f"{header}{OmegaConf.to_yaml(shown)}")
 
 
-@final
-@dataclass(frozen=True)
-class SweepWord:
-    """A word of a sweep, with the words that it stands for."""
-
-    given: str
-    each: Sequence[str]
-    """One for each value, or one for each end of an interval."""
-    is_interval: bool = False
-
-
-def expand(words: Sequence[str], command: str) -> list[tuple[str, ...]]:
-    """The words of each job of a sweep: every combination of the given values, the last key changing fastest."""
-    return list(product(*(word.each for word in sweep_words(words, command))))
-
-
-def sweep_words(words: Sequence[str], command: str) -> list[SweepWord]:
-    with config_errors(command):
-        parsed = OverridesParser.create().parse_overrides(list(map(quote_override, words)))
-        return [_sweep_word(word, override) for word, override in zip(words, parsed, strict=True)]
+def sweep_words(request: Request) -> dict[str, list[str]]:
+    """Each word of the jobs, with those that it stands for: one for each value, or for each end of an interval."""
+    own = [word for word in request.words if not sets_hydra(word)]
+    searches = sets_key(request.words, "hydra/sweeper")
+    with config_errors(request.command):
+        parsed = OverridesParser.create().parse_overrides(list(map(quote_override, own)))
+        pairs = zip(own, parsed, strict=True)
+        return {word: _sweep_word(word, override, searches=searches) for word, override in pairs}
 
 
 def _compose(request: Request) -> _Composed:
@@ -344,16 +331,20 @@ def _refuse_sweeps(words: Sequence[str]) -> None:
             raise ConfigError(f"{line}: several values need -m (a sweep), or [..] for a list")
 
 
-def _sweep_word(word: str, override: Override) -> SweepWord:
+def _sweep_word(word: str, override: Override, *, searches: bool) -> list[str]:
+    """searches: whether the sweeper takes intervals."""
     key = override.get_key_element()
     value: Any = override.value()
     if isinstance(value, Glob):  # Hydra would look for options where it finds its own
         options = list_options("recipes" if key == "recipe" else key)
-        if not (names := value.filter([option.name for option in options])):
+        if not (values := value.filter([option.name for option in options])):
             raise ConfigError(f"{word}: no option of {key} has such a name")
-        return SweepWord(word, [f"{key}={name}" for name in names])
-    if isinstance(value, IntervalSweep):
-        return SweepWord(word, [f"{key}={value.start}", f"{key}={value.end}"], is_interval=True)
-    if override.is_discrete_sweep():
-        return SweepWord(word, [f"{key}={text}" for text in override.sweep_string_iterator()])
-    return SweepWord(word, [word])
+    elif isinstance(value, IntervalSweep):
+        if not searches:
+            raise ConfigError(f"{word}: an interval needs hydra/sweeper=optuna, which searches in it")
+        values = [str(value.start), str(value.end)]
+    elif override.is_discrete_sweep():
+        values = list(override.sweep_string_iterator())
+    else:
+        return [word]
+    return [f"{key}={each}" for each in values]

@@ -6,13 +6,12 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.errors import INTERRUPTED, PeerError, Stopped
 from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.run_files import RunFiles, as_number, watched_metric
 from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.values import lower_is_better
 
@@ -28,11 +27,11 @@ class JobResult:
     overrides: Sequence[str]
     label: str
     """The overrides that not all jobs have."""
-    summary: Mapping[str, Any] | None = None
-    """None if it did not finish."""
     exit_code: int = PeerError.exit_code
-    message: str = "its process was killed"
+    error: str | None = f"FAILED ({PeerError.exit_code}): its process was killed"
     """Why it failed or stopped."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """Empty if it did not finish."""
     run_dir: str | None = None
     """None if it did not come so far, or is no training run."""
     best: float | None = None
@@ -47,48 +46,34 @@ class JobResult:
     def failed(self) -> bool:
         return self.exit_code != 0 and not self.stopped
 
-    @property
-    def reason(self) -> str | None:
-        return f"FAILED ({self.exit_code}): {self.message}" if self.failed else self.message or None
 
-
-def best_value(run: Path) -> float | None:
-    """The best value of all evaluations of a run, by the metric that it watches."""
-    files = RunFiles(run)
-    metric = watched_metric(files.text("config.yaml"))
-    rows = files.json_lines("metrics.jsonl")
-    values = [as_number(row.get(metric)) for row in rows if row.get("split") == "eval"]
-    known = [value for value in values if value is not None]
-    return (min if lower_is_better(metric) else max)(known, default=None)
+def best_job(results: Sequence[JobResult], monitor: str | None) -> JobResult | None:
+    """monitor: the metric that decides; None for jobs that do not train."""
+    known = {result.best: result for result in reversed(results) if result.best is not None}
+    return known[(min if lower_is_better(monitor or "loss") else max)(known)] if known else None
 
 
 def print_sweep(results: Sequence[JobResult], monitor: str | None, jobs: int, line: str) -> None:
-    """monitor: the metric that decides which job is best; None for jobs that do not train. jobs: of the whole sweep.
-
-    line: the command that repeats it.
-    """
-    if not results:
-        return
+    """jobs: how many the whole sweep has. line: the command that repeats it."""
+    best = best_job(results, monitor)
+    best_column = [] if best is None else [f"best_{monitor}"]
     # Measured values are floats; the whole numbers and texts of a summary repeat the settings.
-    floats = (
-        name for result in results for name, value in (result.summary or {}).items() if type(value) is float
-    )
-    columns = list(dict.fromkeys(floats))
-    best_column = [f"best_{monitor}"] if any(result.best is not None for result in results) else []
+    values = (pair for result in results for pair in result.summary.items())
+    columns = dict.fromkeys(name for name, value in values if type(value) is float)
     table = [
         (
             result.number,
             result.label,
             *(result.best for _ in best_column),
-            *((result.summary or {}).get(name) for name in columns),
-            result.reason or result.run_dir or (result.summary or {}).get("run_dir"),
+            *(result.summary.get(name) for name in columns),
+            result.error or result.run_dir or result.summary.get("run_dir"),
         )
         for result in results
     ]
     print_rows(_title(results, jobs), ("job", "overrides", *best_column, *columns, "result"), table)
     facts = {}
-    if monitor is not None and (best := _best_job(results, monitor)) is not None:
-        facts["best"] = f"job {best.number}: {best.label} ({monitor} {format_value(monitor, best.best)})"
+    if best is not None:
+        facts["best"] = f"job {best.number}: {best.label} ({monitor} {format_value(str(monitor), best.best)})"
     runs = list(dict.fromkeys(result.run_dir for result in results if result.run_dir is not None))
     if len(runs) > 1:
         facts["compare"] = shlex.join(["gpipe", "report", *runs, f"out={Path(runs[0]).parent / COMPARISON}"])
@@ -99,16 +84,16 @@ def print_sweep(results: Sequence[JobResult], monitor: str | None, jobs: int, li
 
 
 def print_sweep_json(results: Sequence[JobResult], monitor: str | None) -> None:
-    best = None if monitor is None else _best_job(results, monitor)
+    best = best_job(results, monitor)
     rows = [
         {
             "job": result.number,
             "overrides": result.overrides,
             "exit_code": result.exit_code,
-            "error": result.reason,
+            "error": result.error,
             "finished_earlier": result.finished_earlier,
             **({} if monitor is None else {"best": result is best}),
-            **(result.summary or {}),
+            **result.summary,
             **({} if result.run_dir is None else {"run_dir": result.run_dir}),
         }
         for result in results
@@ -125,9 +110,3 @@ def _title(results: Sequence[JobResult], jobs: int) -> str:
     }
     shown = (f"{count} {name}" for name, count in counts.items() if count or name == "failed")
     return f"{jobs} jobs, {', '.join(shown)}"
-
-
-def _best_job(results: Sequence[JobResult], monitor: str) -> JobResult | None:
-    known = {result.number: result.best for result in results if result.best is not None}
-    best = (min if lower_is_better(monitor) else max)(known, key=known.__getitem__, default=None)
-    return next((result for result in results if result.number == best), None)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.compose import Request, compose, compose_tree, expand, settings_of
+from gpipe_cli.config.compose import Request, compose, compose_tree, settings_of, sweep_words
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, TrainConfig
 from gpipe_cli.errors import ConfigError
@@ -199,12 +199,20 @@ def test_no_key_is_lost_between_yaml_and_the_typed_object(command: str) -> None:
     assert set(plain) == set(SCHEMAS[command].__dataclass_fields__)
 
 
-def test_the_jobs_of_a_sweep_are_every_combination_the_last_key_fastest() -> None:
-    assert expand(("chunks=1,2", "seed=3", "epochs=range(4,6)", "recipe=a,b"), "train")[:3] == [
-        ("chunks=1", "seed=3", "epochs=4", "recipe=a"),
-        ("chunks=1", "seed=3", "epochs=4", "recipe=b"),
-        ("chunks=1", "seed=3", "epochs=5", "recipe=a"),
-    ]
+def test_a_word_of_a_sweep_stands_for_one_word_per_value() -> None:
+    words = (
+        "+chunks=1,2",
+        "seed=3",
+        "epochs=range(4,6)",
+        "hydra/sweeper=optuna",
+        "optimizer.lr=interval(1,9)",
+    )
+    assert sweep_words(Request("train", words)) == {
+        "+chunks=1,2": ["+chunks=1", "+chunks=2"],
+        "seed=3": ["seed=3"],
+        "epochs=range(4,6)": ["epochs=4", "epochs=5"],
+        "optimizer.lr=interval(1,9)": ["optimizer.lr=1.0", "optimizer.lr=9.0"],
+    }
 
 
 @pytest.mark.parametrize("words", [("batch_size=${batch_size}",), ("steps=${epochs}", "epochs=${steps}")])
