@@ -85,7 +85,7 @@ def _candidates(line: str) -> list[str]:
 
 def _keys_and_values(command: str, earlier: Sequence[str], last: str) -> list[str]:
     """Keys of the command and of the options that the earlier words choose; after `key=`, its values."""
-    rows = {row.key: row for row in key_table(command, earlier)}
+    rows = key_table(command, earlier)
     key, equals, value = last.partition("=")
     values: Iterable[str] = {**CHOICES, **HYDRA, SCALE_KEY: SCALES}.get(key, ())
     if not equals:
@@ -93,7 +93,7 @@ def _keys_and_values(command: str, earlier: Sequence[str], last: str) -> list[st
     if key in rows and key in PATH_KEYS:
         return _paths(f"{key}=", value, PATH_KEYS[key])
     if key in rows and rows[key].type == "group":
-        values = (option.name for option in list_options("recipes" if key == "recipe" else key))
+        values = (option.name for option in list_options(key))
     elif key in rows and rows[key].default in ("true", "false"):
         values = ("true", "false")
     return _starting_with(last, (f"{key}={name}" for name in values))

@@ -122,12 +122,12 @@ def test_every_key_of_the_help_is_completed(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for start in "cdmrst":
-        keys = [f"{row.key}=" for row in key_table(command) if row.key.startswith(start)]
+        keys = [f"{key}=" for key in key_table(command) if key.startswith(start)]
         assert completed(f"gpipe {command} word {start}", monkeypatch, capsys) == keys
 
 
 def test_every_key_that_takes_a_path_exists() -> None:
-    keys = {row.key for command in SCHEMAS for row in key_table(command)}
+    keys = {key for command in SCHEMAS for key in key_table(command)}
     inside = {f"{group}.{key}" for group in GROUPS for option in list_options(group) for key in option.keys}
     assert set(PATH_KEYS) <= keys | inside
 

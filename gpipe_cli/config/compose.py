@@ -329,7 +329,7 @@ def _sweep_word(word: str, override: Override) -> SweepWord:
     key = override.get_key_element()
     value: Any = override.value()
     if isinstance(value, Glob):  # Hydra would look for options where it finds its own
-        options = list_options("recipes" if key == "recipe" else key)
+        options = list_options(key)
         if not (names := value.filter([option.name for option in options])):
             raise ConfigError(f"{word}: no option of {key} has such a name")
         return SweepWord(word, [f"{key}={name}" for name in names])
