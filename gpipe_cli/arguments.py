@@ -128,15 +128,12 @@ def _refuse_flags(words: Sequence[str], command: str) -> None:
         name = flag.lstrip("-").replace("-", "_")
         keys = known_keys(command) if command in SCHEMAS else ()
         near = [key for key in keys if name in (key, key.partition(".")[0], key.rpartition(".")[2])]
+        value = value if equals else after if re.fullmatch("[^-=][^=]*", after) else "..."
+        key = f"did you mean {near[0]}={value}?" if near else ""
         takers = ", ".join(taker for known in FLAGS if flag in known.names for taker in known.commands)
-        if near:
-            value = value if equals else after if re.fullmatch("[^-=][^=]*", after) else "..."
-            cure = f"did you mean {near[0]}={value}?"
-        elif takers:
-            cure = f"it belongs to gpipe {takers}"
-        else:
-            cure = or_list(flag, [known for each in flags_of(command) for known in each.names])
-        raise ConfigError(f"unknown flag {flag}; {cure}")
+        own = [known for each in flags_of(command) for known in each.names]
+        cure = f"it belongs to gpipe {takers}" if takers else or_list(flag, own)
+        raise ConfigError(f"unknown flag {flag}; {key or cure}")
 
 
 def _with_keys(words: Sequence[str], command: str) -> list[str]:

@@ -125,21 +125,20 @@ def _group(row: ConfigKey, invocation: Invocation) -> dict[str, str]:
         raise ConfigError(f"{row.key}={row.default}: {or_list(row.default, options)}")
     if not invocation.search:
         # Nobody of us has run the recipes that need more devices than a test has.
-        there = [name for name, option in options.items() if "devices" in option.facts]
-        here = [f"{name}*" if name == row.default else name for name in options if name not in there]
-        more = (
-            f" For eight GPUs, torchgpipe's benchmarks, not run by us: {', '.join(there)}." if there else ""
+        there = ", ".join(name for name, option in options.items() if "devices" in option.facts)
+        here = (
+            f"{name}*" if name == row.default else name for name in options if name not in there.split(", ")
         )
+        more = f" For eight GPUs, torchgpipe's benchmarks, not run by us: {there}." if there else ""
         return {row.key: f"{row.meaning} Options: {', '.join(here)}.{more}"}
-    rows = {
-        row.key: row.meaning,
-        **{f"{row.key}={name}": option.description for name, option in options.items()},
-    }
-    seen = set(options[row.default].keys) if row.default in options else set()
-    for name, option in options.items() if row.key != "recipe" else ():
+    rows = {row.key: row.meaning}
+    seen = {*options[row.default].keys} if row.default in options else set()
+    for name, option in options.items():
+        rows[f"{row.key}={name}"] = option.description
         own = {key: meaning for key, (_, meaning) in option.keys.items() if key not in seen}
-        rows |= {f"{row.key}={name} {row.key}.{key}": meaning for key, meaning in own.items()}
-        seen.update(own)
+        if row.key != "recipe":
+            rows |= {f"{row.key}={name} {row.key}.{key}": meaning for key, meaning in own.items()}
+        seen |= own.keys()
     return rows
 
 

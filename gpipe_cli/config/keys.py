@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import starmap
 from pathlib import Path
 from typing import Any, final
 
@@ -197,10 +198,9 @@ def key_table(command: str, words: Sequence[str] = ()) -> dict[str, ConfigKey]:
     The default of a group is its option. A recipe on the line sets the defaults of its keys.
     """
     words = [*_words_of_file(words), *words]
-    chosen, picks = chosen_options(command, words), _picks(words)
+    chosen, (picks, recipe) = chosen_options(command, words), _picks(words)
     names = {group: (name, "") for group, name in picks.items() if group in (*GROUPS, "recipe")}
-    values = [_values(group, option) for group, option in chosen.items()]
-    rows = _with_values(command, [names, *values, _recipe_values(words)])
+    rows = _with_values(command, [names, *starmap(_values, chosen.items()), recipe])
     # As long as no engine is chosen, no key is left out: another engine may take it.
     ignores = chosen["engine"].ignores if "engine" in picks and "engine" in chosen else []
     ignored = tuple(f"{key}." for key in ignores)
@@ -227,50 +227,39 @@ def chosen_options(command: str, words: Iterable[str] = ()) -> dict[str, Option]
 
     The words choose before a recipe, and a recipe before its model, which picks matching data.
     """
-    default, picks = _default_choices(command), _picks(words)
-    names = {**default, **picks}
-    models = [option.choices for option in list_options("model") if option.name == names.get("model")]
-    names = {**default, **dict(*models), **picks}
-    # A recipe may bring a component of its own, as the words may.
-    replaced = {*_given(words), *_recipe_values(words)}
+    default, (picks, recipe) = _default_choices(command), _picks(words)
+    model = picks.get("model") or default.get("model")
+    matching = [option.choices for option in list_options("model") if option.name == model]
+    names = {**default, **dict(*matching), **picks}
     return {
         group: option
         for group in GROUPS
-        if group in config_keys(command) and f"{group}._target_" not in replaced
+        if group in config_keys(command) and f"{group}._target_" not in {**picks, **recipe}
         for option in list_options(group)
         if option.name == names[group]
     }
 
 
-def _given(words: Iterable[str]) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in words if "=" in word)
+def _picks(words: Iterable[str]) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    """What the words give, before them the options of their recipe; and the other keys of the recipe.
 
-
-def _picks(words: Iterable[str]) -> dict[str, str]:
-    """The options that the words choose, or else their recipe."""
-    given = _given(words)
-    return {**{group: name for recipe in _recipes(given) for group, name in recipe.choices.items()}, **given}
-
-
-def _recipe_values(words: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """The keys that the recipe sets, without those of a component that the words replace."""
-    given = _given(words)
-    values = (item for recipe in _recipes(given) for item in recipe.keys.items())
-    return {key: value for key, value in values if key.partition(".")[0] not in given}
-
-
-def _recipes(given: Mapping[str, str]) -> list[Option]:
-    """The recipe that the words name; at the small scale, what changes for it comes second."""
+    A recipe may bring a component of its own, whose keys have no effect if the words choose another.
+    """
+    given = dict(word.split("=", 1) for word in words if "=" in word)
     scale, _, name = given.get("recipe", given.get("recipes", "")).rpartition("/")
-    small = [f"recipes/{SMALL}"] if SMALL in (scale, given.get(SCALE_KEY)) else []
-    return [
+    small = [f"recipes/{SMALL}"] if SMALL in (scale, given.get(SCALE_KEY)) else []  # what changes for it
+    recipes = [
         option for folder in ["recipes", *small] for option in list_options(folder) if option.name == name
     ]
+    chosen = dict(item for recipe in recipes for item in recipe.choices.items())
+    values = dict(item for recipe in recipes for item in recipe.keys.items())
+    kept = {key: value for key, value in values.items() if key.partition(".")[0] not in given}
+    return {**chosen, **given}, kept
 
 
 def _words_of_file(words: Iterable[str]) -> list[str]:
     """The recipe and the options that a file of keys chooses; none if it cannot be read, which a run reports."""
-    path = Path(_given(words).get("config", ""))
+    path = Path(next((word for word in words if word.startswith("config=")), "").removeprefix("config="))
     with suppress(OSError, ValueError):
         if path.is_file() and path.stat().st_size <= LARGEST_FILE:
             values = Option(path.name, path).keys.items()
