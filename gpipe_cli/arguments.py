@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import final
 
-from gpipe_cli.config.keys import hint_for_flag, with_keys
-from gpipe_cli.config.schema import SCHEMAS, SWEPT, WITH_MODEL
-from gpipe_cli.config.words import check_characters, check_given_once
+from gpipe_cli.config.keys import config_keys, known_keys
+from gpipe_cli.config.schema import POSITIONAL, SCHEMAS, SWEPT, WITH_MODEL
+from gpipe_cli.config.words import check_characters, check_given_once, escape_references, quoted
 from gpipe_cli.errors import ConfigError, or_list
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 CFG_PARTS = ("job", "hydra", "all")
 DRY_RUN = ("train", "eval", "predict", "generate", "profile", "plan")
 HYDRA = tuple(SCHEMAS)
+_OVERRIDE = re.compile(r"[+~]{0,2}(?:hydra/)?[A-Za-z_][\w.@]*=|~[A-Za-z_][\w.]*\Z")
 
 
 @final
@@ -96,7 +99,7 @@ def parse(arguments: list[str], command: str = "train") -> Invocation:
     # --info needs no topic, and argparse would take any word after it for one.
     words = [
         f"{word}=all" if word in ("--info", "-i") and after not in INFO_TOPICS else word
-        for word, after in zip(arguments, [*arguments, ""][1:], strict=True)
+        for word, after in zip_longest(arguments, arguments[1:])
     ]
     try:
         namespace, rest = parser.parse_known_args(words)
@@ -104,23 +107,50 @@ def parse(arguments: list[str], command: str = "train") -> Invocation:
         flag_name = max(str(error.argument_name).split("/"), key=len)
         takes = "needs a value" if "expected" in error.message else "takes no value"
         raise ConfigError(f"{flag_name} {takes}") from error
+    _refuse_flags(rest, command)
     values = vars(namespace)
     short = {"balance": values.pop("by", None), "watch": "true" if values.pop("watch", False) else None}
-    for word, after in zip(rest, [*rest, ""][1:], strict=True):
-        if word.startswith("-"):
-            name = word.partition("=")[0]
-            flags = [known for flag in flags_of(command) for known in flag.names]
-            takers = ", ".join(taker for flag in FLAGS if name in flag.names for taker in flag.commands)
-            cure = f"it belongs to gpipe {takers}" if takers else or_list(name, flags)
-            raise ConfigError(f"unknown flag {name}; {hint_for_flag(word, after, command) or cure}")
-    overrides = with_keys(rest, command)
-    overrides += [f"{key}={value}" for key, value in short.items() if value]
+    overrides = [*_with_keys(rest, command), *(f"{key}={value}" for key, value in short.items() if value)]
     check_given_once(overrides)
     asked = next((at for at, word in enumerate(arguments) if word in ("--help", "-h")), len(arguments))
     search = " ".join(word for word in arguments[asked:] if word in rest and "=" not in word)
     invocation = Invocation(tuple(overrides), search, tuple(arguments), **values)
     _check_combinations(invocation)
     return invocation
+
+
+def _refuse_flags(words: Sequence[str], command: str) -> None:
+    """Refuse flags that the command does not have: `did you mean epochs=5?` for `--epochs 5`."""
+    for word, after in zip_longest(words, words[1:], fillvalue=""):
+        if not word.startswith("-"):
+            continue
+        flag, equals, value = word.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        keys = known_keys(command) if command in SCHEMAS else ()
+        near = [key for key in keys if name in (key, key.partition(".")[0], key.rpartition(".")[2])]
+        value = value if equals else after if re.fullmatch("[^-=][^=]*", after) else "..."
+        key = f"did you mean {near[0]}={value}?" if near else ""
+        takers = ", ".join(taker for known in FLAGS if flag in known.names for taker in known.commands)
+        own = [known for each in flags_of(command) for known in each.names]
+        cure = f"it belongs to gpipe {takers}" if takers else or_list(flag, own)
+        raise ConfigError(f"unknown flag {flag}; {key or cure}")
+
+
+def _with_keys(words: Sequence[str], command: str) -> list[str]:
+    """The words, each with its key: `gpipe runs ./a=b` lists a folder of that name, whatever characters it has."""
+    keys = POSITIONAL.get(command, ())
+    if not keys:
+        return list(words)
+    is_list = config_keys(command)[keys[0]].type == "list"
+    if is_list:  # one member may stand without brackets
+        words = [re.sub(rf"^{keys[0]}=(?=[^\['\"$])", "", word) for word in words]
+    bare = [word for word in words if not _OVERRIDE.match(word)]
+    given = [word for word in words if word not in bare]
+    values = [quoted(escape_references(word)) for word in bare]
+    if is_list:
+        return [*given, f"{keys[0]}=[{','.join(values)}]"] if values else given
+    filled = [f"{key}={value}" for key, value in zip(keys, values, strict=False)]
+    return [*given, *filled, *bare[len(keys) :]]
 
 
 def _check_combinations(invocation: Invocation) -> None:

@@ -3,7 +3,7 @@ function _gpipe
     if set -q candidates[1]
         printf '%s\n' $candidates
     else
-        __fish_complete_path (commandline -ct)
+        complete -C "'' "(commandline -ct)
     end
 end
 complete -c gpipe -f -a '(_gpipe)'

@@ -1,12 +1,12 @@
 """Tab completion of a command line: prints candidates, and never an error.
 
-Keys and options come from the same table as the help. Nothing is composed, so that a Tab is answered at once.
+Keys and options come from the same table as the help. Nothing is composed, so that a Tab is answered at once. Where
+there are no candidates, the shell offers its files.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,16 +27,6 @@ HYDRA = {
 """The groups of Hydra for sweeps, with the options that gpipe-cli[sweeps] installs."""
 TASKS = ("install", "uninstall", "query")
 REMOVE = {"bash": "complete -r gpipe", "zsh": "compdef -d gpipe", "fish": "complete -c gpipe -e"}
-PATH_KEYS: dict[str, tuple[str, ...] | None] = {
-    "config": (".yaml", ".yml"),
-    **dict.fromkeys(("data.root", "folder", "model.path", "resume", "run", "run_dir", "snapshot"), ()),
-    **dict.fromkeys(("model.weights", "weights"), (".safetensors", ".pth", ".pt", ".bin")),
-    **dict.fromkeys(("data.path", "data.tokenizer", "input", "out", "page", "schedule.path", "target"), None),
-}
-"""Keys whose value is a path, each with the suffixes of its files: none for a directory, None for any file."""
-MOST_PATHS = 1000
-_SAFE_PATH = re.compile(r"[\w./@%+,:~-]+")
-"""A shell expands the candidates it gets, so a name that could run a command must not be among them."""
 
 
 def complete(words: list[str]) -> None:
@@ -66,51 +56,35 @@ def _candidates(line: str) -> list[str]:
         return _starting_with(last, (*COMMANDS, "--help", "--version"))
     if last.startswith("-") and command in COMMANDS:
         return _starting_with(last, (name for flag in flags_of(command) for name in flag.names))
-    if command == "ls":
-        return _starting_with(last, sorted({*TOPICS, *PLURALS}))
-    if command == "launch-script" and not earlier:
-        return _starting_with(last, CHOICES["kind"])
-    if command == "cp" and not earlier and last.startswith("run/"):
-        return _paths("run/", last.removeprefix("run/"), ())
-    if command == "cp" and not earlier:
-        topics = {**{topic: topic for topic in TOPICS}, "recipe": "recipes"}
-        options = (
-            f"{name}/{option.name}" for name, topic in topics.items() for option in list_options(topic)
-        )
-        return _starting_with(last, ("run/", *options))
+    if command == "ls" or (command in ("cp", "launch-script") and not earlier):
+        return _starting_with(last, _first_words(command))
     if command not in SCHEMAS or (command in ("cp", "report", "runs") and not last):
-        return []  # so that the shell offers its files
+        return []  # a file
     return _keys_and_values(command, earlier, last)
+
+
+def _first_words(command: str) -> Sequence[str]:
+    """What may stand directly after a command that takes words without a key."""
+    if command == "cp":
+        return [
+            "run/",
+            *(f"{topic}/{option.name}" for topic in (*TOPICS, "recipe") for option in list_options(topic)),
+        ]
+    return sorted({*TOPICS, *PLURALS}) if command == "ls" else CHOICES["kind"]
 
 
 def _keys_and_values(command: str, earlier: Sequence[str], last: str) -> list[str]:
     """Keys of the command and of the options that the earlier words choose; after `key=`, its values."""
-    rows = {row.key: row for row in key_table(command, earlier)}
-    key, equals, value = last.partition("=")
+    rows = key_table(command, earlier)
+    key, equals, _ = last.partition("=")
     values: Iterable[str] = {**CHOICES, **HYDRA, SCALE_KEY: SCALES}.get(key, ())
     if not equals:
         return _starting_with(last, (f"{name}=" for name in (*rows, *(HYDRA if command in SWEPT else ()))))
-    if key in rows and key in PATH_KEYS:
-        return _paths(f"{key}=", value, PATH_KEYS[key])
     if key in rows and rows[key].type == "group":
-        values = (option.name for option in list_options("recipes" if key == "recipe" else key))
+        values = (option.name for option in list_options(key))
     elif key in rows and rows[key].default in ("true", "false"):
         values = ("true", "false")
     return _starting_with(last, (f"{key}={name}" for name in values))
-
-
-def _paths(prefix: str, typed: str, suffixes: tuple[str, ...] | None) -> list[str]:
-    """Folders, and files with one of the suffixes, whose path begins with what was typed."""
-    folder, slash, start = typed.rpartition("/")
-    paths = []
-    try:
-        for path in sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())[:MOST_PATHS]:
-            is_listed = path.name.startswith(start) and (start or not path.name.startswith("."))
-            if is_listed and (path.is_dir() or suffixes is None or path.suffix in suffixes):
-                paths.append(f"{folder}{slash}{path.name}{'/' if path.is_dir() else ''}")
-    except (OSError, RuntimeError, ValueError):  # no such folder, no such user, not a name
-        return []
-    return [f"{prefix}{path}" for path in paths if _SAFE_PATH.fullmatch(path)]
 
 
 def _starting_with(typed: str, names: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ _gpipe() {
         compadd -S '' -- ${(M)candidates:#*[=/]}
         compadd -- ${candidates:#*[=/]}
     else
+        compset -P '*='
         _files
     fi
 }

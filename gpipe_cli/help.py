@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from gpipe_cli.arguments import Invocation, flags_of
-from gpipe_cli.config.fields import FIRST, ConfigKey
-from gpipe_cli.config.keys import Option, conf_dir, key_table, list_options
+from gpipe_cli.config.keys import FIRST, ConfigKey, Option, conf_dir, key_table, list_options
 from gpipe_cli.config.schema import SCHEMAS, ModelConfig
 from gpipe_cli.config.words import SCALE_KEY
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
@@ -103,44 +102,43 @@ def _keys(command: str, invocation: Invocation) -> dict[str, dict[str, str]]:
     groups, first = "Groups (group=option; * is chosen)", f"{FIRST} (key=default)"
     sections: dict[str, dict[str, str]] = {groups: {}, first: {}}
     own, shared = SCHEMAS[command].__annotations__, ("config", SCALE_KEY, *ModelConfig.__annotations__)
-    table = key_table(command, invocation.words)
+    table = list(key_table(command, invocation.words).values())
     # Of the first keys, those of this command alone come before those of similar commands and of all.
     table.sort(key=lambda row: row.heading == FIRST and 1 + (row.key in shared) - (row.key in own))
     for row in table:
+        rows = sections.setdefault(first if row.heading == FIRST else row.heading, {})
         if row.type == "group":
             sections[groups] |= _group(row, invocation)
             continue
         shown = row.default.replace("???", "...") or ("[]" if row.type == "list" else "")
         # The default shows the type of a key, except where it is null.
         kind = f"({row.type}) " if row.default == "null" and row.type in ("int", "float") else ""
-        rows = sections.setdefault(first if row.heading == FIRST else row.heading, {})
         rows[f"{row.key}={shown}"] = f"{'required: ' if row.default == '???' else kind}{row.meaning}"
     return sections
 
 
 def _group(row: ConfigKey, invocation: Invocation) -> dict[str, str]:
     """A group with its options. A search sees each option, and the keys that only options which are not chosen have."""
-    options = {option.name: option for option in list_options("recipes" if row.key == "recipe" else row.key)}
+    options = {option.name: option for option in list_options(row.key)}
     is_name = re.fullmatch(r"\w+", row.default)  # neither code of the user nor several options of a sweep
     if is_name and row.default not in options and not invocation.config_dir:
         raise ConfigError(f"{row.key}={row.default}: {or_list(row.default, options)}")
     if not invocation.search:
         # Nobody of us has run the recipes that need more devices than a test has.
-        there = [name for name, option in options.items() if "devices" in option.facts]
-        here = [f"{name}*" if name == row.default else name for name in options if name not in there]
-        more = (
-            f" For eight GPUs, torchgpipe's benchmarks, not run by us: {', '.join(there)}." if there else ""
+        there = ", ".join(name for name, option in options.items() if "devices" in option.facts)
+        here = (
+            f"{name}*" if name == row.default else name for name in options if name not in there.split(", ")
         )
+        more = f" For eight GPUs, torchgpipe's benchmarks, not run by us: {there}." if there else ""
         return {row.key: f"{row.meaning} Options: {', '.join(here)}.{more}"}
-    rows = {
-        row.key: row.meaning,
-        **{f"{row.key}={name}": option.description for name, option in options.items()},
-    }
-    seen = set(options[row.default].keys) if row.default in options else set()
-    for name, option in options.items() if row.key != "recipe" else ():
+    rows = {row.key: row.meaning}
+    seen = {*options[row.default].keys} if row.default in options else set()
+    for name, option in options.items():
+        rows[f"{row.key}={name}"] = option.description
         own = {key: meaning for key, (_, meaning) in option.keys.items() if key not in seen}
-        rows |= {f"{row.key}={name} {row.key}.{key}": meaning for key, meaning in own.items()}
-        seen.update(own)
+        if row.key != "recipe":
+            rows |= {f"{row.key}={name} {row.key}.{key}": meaning for key, meaning in own.items()}
+        seen |= own.keys()
     return rows
 
 

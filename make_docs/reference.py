@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from gpipe_cli import errors
 from gpipe_cli.arguments import FLAGS, Flag
-from gpipe_cli.config.fields import ConfigKey, config_keys
-from gpipe_cli.config.keys import Option, default_options, key_table, list_options, takes_recipes
+from gpipe_cli.config.keys import ConfigKey, Option, chosen_options, config_keys, key_table, list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS
 from gpipe_cli.help import COMMANDS, about
 
@@ -68,7 +67,7 @@ def _commands_table() -> str:
         f"{group}.{key}" for group in GROUPS for option in list_options(group) for key in option.keys
     }
     for command in SCHEMAS:
-        for field in (replace(row, heading="") for row in key_table(command)):
+        for field in (replace(row, heading="") for row in key_table(command).values()):
             if field.type != "group" and field.key not in of_options:
                 # A key may mean something narrower in another command (`steps`): it then has a row of its own.
                 name = (
@@ -86,8 +85,8 @@ def _commands_table() -> str:
 def _groups_table() -> str:
     rows = []
     for group in GROUPS:
-        users = [command for command in SCHEMAS if group in default_options(command)]
-        meaning = next(field.meaning for field in config_keys(users[0]) if field.key == group)
+        users = [command for command in SCHEMAS if group in chosen_options(command)]
+        meaning = config_keys(users[0])[group].meaning
         rows.append([f"[`{group}`](#{group})", _defaults(group, users), _users(users), meaning])
     return table(["group", "default", "commands", "meaning"], rows)
 
@@ -98,7 +97,7 @@ def _users(commands: list[str]) -> str:
 
 def _defaults(group: str, commands: list[str]) -> str:
     """One option, or one per command where they differ."""
-    chosen = {command: default_options(command)[group].name for command in commands}
+    chosen = {command: chosen_options(command)[group].name for command in commands}
     if len(set(chosen.values())) == 1:
         return code(chosen[commands[0]])
     by_option: dict[str, list[str]] = {}
@@ -154,7 +153,7 @@ def _description(option: Option) -> str:
 
 
 def _recipes() -> list[str]:
-    takers = ", ".join(command for command in SCHEMAS if takes_recipes(command))
+    takers = ", ".join(command for command in SCHEMAS if "recipe" in config_keys(command))
     return [
         "## Recipes",
         f"Complete runs for `gpipe {takers}`: `recipe=<name>`. Copy one with `gpipe cp recipe/<name> <file>`. Those "

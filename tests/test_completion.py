@@ -16,9 +16,9 @@ import pytest
 
 import gpipe_cli
 from gpipe_cli import completion
-from gpipe_cli.completion import PATH_KEYS, complete
+from gpipe_cli.completion import complete
 from gpipe_cli.config.keys import key_table, list_options
-from gpipe_cli.config.schema import GROUPS, SCHEMAS
+from gpipe_cli.config.schema import SCHEMAS
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
 
@@ -48,14 +48,12 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("gpipe cp recipe/dig", ["recipe/digits"]),
         ("gpipe cp recipes/digits ", []),
         ("gpipe cp ru", ["run/"]),
-        ("gpipe cp run/fir", ["run/first/"]),
         ("gpipe launch-script s", ["slurm"]),
         ("gpipe runs --w", ["--watch"]),
         ("gpipe train --w", []),
         ("gpipe balance --dr", []),
         ("gpipe report ", []),
         ("gpipe report ou", ["out="]),
-        ("gpipe report out=w", ["out=w.safetensors"]),
         ("gpipe export sn", ["snapshot="]),
         ("gpipe export format=", ["format=safetensors", "format=hf", "format=peft"]),
         ("gpipe launch-script slurm no", ["nodes="]),
@@ -63,15 +61,7 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("gpipe runs watch=", ["watch=true", "watch=false"]),
         ("gpipe runs hydra", []),
         ("gpipe launch-script slurm hydra", []),
-        ("gpipe train config=", ["config=first/", "config=my.yaml"]),
-        ("gpipe train chunks=8 config=m", ["config=my.yaml"]),
-        ("gpipe eval run=", ["run=first/"]),
-        ("gpipe eval snapshot=first/s", ["snapshot=first/snapshots/"]),
-        ("gpipe train snapshot=", []),
-        ("gpipe train resume=first", ["resume=first/"]),
-        ("gpipe train model.weights=", ["model.weights=first/", "model.weights=w.safetensors"]),
-        ("gpipe train config=nowhere/", []),
-        ("gpipe train config=~nobody-of-that-name/", []),
+        ("gpipe train config=", []),
         ("gpipe train --js", ["--json"]),
         ("gpipe train chunks=8 --dr", ["--dry-run"]),
         ("gpipe env --d", ["--debug"]),
@@ -110,9 +100,6 @@ def test_the_last_word_of_a_line_is_completed(
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "first" / "snapshots").mkdir(parents=True)
-    for name in ("w.safetensors", ".hidden.yaml", "a b.yaml", "$(touch evil).yaml", "`x`;.yaml"):
-        (tmp_path / name).touch()
     (tmp_path / "my.yaml").write_text("model: hf\n")
     assert completed(line, monkeypatch, capsys) == words
 
@@ -122,14 +109,8 @@ def test_every_key_of_the_help_is_completed(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for start in "cdmrst":
-        keys = [f"{row.key}=" for row in key_table(command) if row.key.startswith(start)]
+        keys = [f"{key}=" for key in key_table(command) if key.startswith(start)]
         assert completed(f"gpipe {command} word {start}", monkeypatch, capsys) == keys
-
-
-def test_every_key_that_takes_a_path_exists() -> None:
-    keys = {row.key for command in SCHEMAS for row in key_table(command)}
-    inside = {f"{group}.{key}" for group in GROUPS for option in list_options(group) for key in option.keys}
-    assert set(PATH_KEYS) <= keys | inside
 
 
 def test_completion_is_silent_when_something_fails(
@@ -230,7 +211,8 @@ def test_the_tab_key_completes_in_a_shell(shell: str) -> None:
         type_into(
             terminal,
             "\x01echo \n",
-            "\ngpipe train model=resnet101 resume=first/ reset_optimizer=true --dry-run",
+            # zsh removes the slash after a folder when the word ends.
+            f"\ngpipe train model=resnet101 resume=first{'/' * (shell == 'bash')} reset_optimizer=true --dry-run",
         )
 
 
@@ -238,12 +220,18 @@ def test_the_tab_key_completes_in_a_shell(shell: str) -> None:
 def test_fish_shows_the_candidates() -> None:
     if shutil.which("fish") is None:
         pytest.skip("needs fish")
-    lines = ["gpipe train model=resnet10", "gpipe train reset_o", "cd /tmp; gpipe tra", "gpipe report fir"]
+    lines = [
+        "gpipe train model=resnet10",
+        "gpipe train reset_o",
+        "cd /tmp; gpipe tra",
+        "gpipe report fir",
+        "gpipe train resume=fir",
+    ]
     script = ["gpipe -sc install=fish | source", *(f"complete -C '{line}'" for line in lines)]
     done = subprocess.run(
         ["fish", "--no-config", "-c", "\n".join(script)], capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["model=resnet101", "reset_optimizer=", "train", "first/"]
+    assert done.stdout.split() == ["model=resnet101", "reset_optimizer=", "train", "first/", "resume=first/"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

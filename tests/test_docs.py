@@ -22,8 +22,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from gpipe_cli.cli import main
-from gpipe_cli.config.fields import config_keys
-from gpipe_cli.config.keys import list_options
+from gpipe_cli.config.keys import known_keys, list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS
 from make_docs.__main__ import DOCS
 from make_docs.__main__ import PAGES as GENERATED
@@ -268,7 +267,6 @@ def test_the_first_command_of_the_readme_is_one_line_to_paste() -> None:
 
 
 OPTIONS = {group: {option.name for option in list_options(group)} for group in GROUPS}
-KEYS = {group: {key for option in list_options(group) for key in option.keys} for group in GROUPS}
 
 
 def unknown(line: str) -> list[str]:
@@ -277,11 +275,7 @@ def unknown(line: str) -> list[str]:
     if command not in SCHEMAS:
         return []
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
-    keys = (
-        {field.key for field in config_keys(command)}
-        | {"recipe", "recipe.scale", "config"}
-        | {f"{group}.{key}" for group in GROUPS for key in KEYS[group]}
-    )
+    keys = known_keys(command)
     code = [key for key, value in pairs.items() if key in GROUPS and ":" in value]
     own = (
         *(f"{key}." for key in code),

@@ -336,7 +336,7 @@ def _sweep_word(word: str, override: Override, *, searches: bool) -> list[str]:
     key = override.get_key_element()
     value: Any = override.value()
     if isinstance(value, Glob):  # Hydra would look for options where it finds its own
-        options = list_options("recipes" if key == "recipe" else key)
+        options = list_options(key)
         if not (values := value.filter([option.name for option in options])):
             raise ConfigError(f"{word}: no option of {key} has such a name")
     elif isinstance(value, IntervalSweep):

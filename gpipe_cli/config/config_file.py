@@ -17,7 +17,7 @@ from typing import Any, final
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.files import ALLOW_CURE, load_mapping, load_yaml
-from gpipe_cli.config.keys import chosen_options, groups_of, hint_for_unknown, is_option_name, option_cure
+from gpipe_cli.config.keys import check_option, chosen_options, groups_of, hint_for_unknown
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS
 from gpipe_cli.config.words import override_key
 from gpipe_cli.errors import ConfigError, did_you_mean
@@ -200,8 +200,7 @@ def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], di
             if name in GROUPS and name not in groups_of(command):
                 raise ConfigError(f"{name}: holds several keys; set one of them, as in {name}.<key>: ...")
             option = mapping.pop(key)
-            if not isinstance(option, str) or not is_option_name(option):
-                raise ConfigError(f"{name}: {json.dumps(option)}: {option_cure(name, option)}")
+            check_option(name, option, f"{name}: {json.dumps(option)}")
             folder = f"{scale}/" if scale not in (None, "full") else ""
             options[RECIPES if name == "recipe" else name] = f"{folder}{option}"
         for inner in mapping:

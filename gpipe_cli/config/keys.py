@@ -1,35 +1,61 @@
 """The keys of each command, and the options that ship with gpipe: the YAML files under conf/ and recipes/.
 
-Imports neither Hydra nor torch, so that help, listing and completion stay quick.
+Python and YAML keep no comments, so the texts of `schema` and of the files are read: there is one place to write a key
+and its sentence. Imports neither Hydra nor torch, so that help, listing and completion stay quick.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import starmap
 from pathlib import Path
+from typing import Any, final
 
-from gpipe_cli.config.fields import ConfigKey, config_keys
-from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, POSITIONAL, SCHEMAS, SWEPT
-from gpipe_cli.config.words import (
-    CONFIG_MEANING,
-    SCALE_KEY,
-    SMALL,
-    escape_references,
-    override_key,
-    quoted,
-    sets_hydra,
-)
+from gpipe_cli.config import schema
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS, SWEPT
+from gpipe_cli.config.words import CONFIG_MEANING, SCALE_KEY, SMALL, override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
-_OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w.]*=|~[A-Za-z_][\w.]*\Z")
-QUOTES = "\"'"
+FIRST = "Keys"
+"""The heading of the keys that matter most, and of keys that stand below no heading."""
 LARGEST_FILE = 65_536
 """Bytes of a file of keys that help and completion read."""
+QUOTES = "\"'"
+HINTS = {
+    "hydra": "see `gpipe {command} --cfg hydra` for the keys of Hydra",
+    "jobs": "give hydra/launcher=joblib hydra.launcher.n_jobs=2 to a sweep (-m) instead",
+}
+"""What to do about keys that are not ours."""
+_SCHEMA = re.compile(
+    r'^class (\w+)(?:\((.+)\))?:$|^    # \[(.+)\]$|^    (\w+): (.+) = (.+)\n    """((?:.|\n)+?)"""',
+    flags=re.MULTILINE,
+)
+"""A class with its bases; a heading; a field with its type, default and docstring."""
+
+
+@final
+@dataclass(frozen=True)
+class ConfigKey:
+    """One key of a command, as help and the reference show it; `default` is written as on the command line."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+    heading: str = FIRST
+
+
+CONFIG_KEY = ConfigKey("config", "str", "null", CONFIG_MEANING)
+RECIPE_KEYS = (
+    ConfigKey("recipe", "group", "", "A complete run, tested on two CPU cores."),
+    ConfigKey(
+        SCALE_KEY, "str", "full", "small makes a recipe for GPUs small enough to try on two CPU cores."
+    ),
+)
 
 
 @cache
@@ -43,6 +69,7 @@ def conf_dir() -> Path:
     return resources_dir() / "conf"
 
 
+@final
 @dataclass(frozen=True)
 class Option:
     """One YAML file of a group."""
@@ -50,28 +77,30 @@ class Option:
     name: str
     path: Path
 
+    def find(self, pattern: str) -> list[Any]:
+        """What the groups of the pattern match in the file; ^ and $ match at the ends of each line."""
+        return re.findall(pattern, self.path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
     @property
     def description(self) -> str:
         """The first comment line of the file; lines that begin with @ are for Hydra."""
-        lines = self.path.read_text(encoding="utf-8").splitlines()
-        comments = (line.lstrip("# ") for line in lines if line.startswith("#"))
-        return next((comment for comment in comments if not comment.startswith("@")), "")
+        return str(next(iter(self.find("^# (?!@)(.+)$")), ""))
 
     def notes(self, name: str) -> list[str]:
         """The comments `# name: text`; one that ends in a backslash goes on in the next line."""
-        text = self.path.read_text(encoding="utf-8")
-        found = re.findall(rf"^# {name}: ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
-        return [note.replace("\n# ", "\n") for note in found]
+        return [note.replace("\n# ", "\n") for note in self.find(rf"^# {name}: ((?:.*\\\n)*.*)$")]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The pairs of a comment such as `# facts: parameters=11181642 layers=10`."""
+        return dict(pair.split("=", 1) for line in self.notes("facts") for pair in line.split())
 
     @property
     def keys(self) -> dict[str, tuple[str, str]]:
         """Each key with its default and its meaning, which is the comment on its line; `lora.rank` is nested."""
         keys: dict[str, tuple[str, str]] = {}
         path: list[str] = []
-        text = self.path.read_text(encoding="utf-8")
-        for indent, key, default, meaning in re.findall(
-            r"^((?:  )*)(\w+): *(.*?)(?: *# (.*))?$", text, flags=re.MULTILINE
-        ):
+        for indent, key, default, meaning in self.find(r"^((?:  )*)(\w+): *(.*?)(?: *# (.*))?$"):
             path = [*path[: len(indent) // 2], key]
             keys.pop(".".join(path[:-1]), None)  # it has no value of its own
             if path[0] not in ("_target_", "defaults"):
@@ -79,16 +108,14 @@ class Option:
         return keys
 
     @property
-    def picks(self) -> dict[str, str]:
-        """The options of other groups that the file chooses: the data of a model, the model of a recipe."""
-        text = self.path.read_text(encoding="utf-8")
-        return dict(re.findall(r"^  - override /(\w+)(?:@\S+)?: (\w+)$", text, flags=re.MULTILINE))
+    def choices(self) -> dict[str, str]:
+        """The options that the file chooses: the data of a model, the model of a recipe, all of a command."""
+        return dict(self.find(r"^  - (?:override /)?(\w+)(?:@\S+)?: (\w+)$"))
 
     @property
     def target(self) -> str | None:
         """The `_target_` of the file, if it has one."""
-        match = re.search(r"^_target_: *([\w.]+)", self.path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        return None if match is None else match[1]
+        return next(iter(self.find(r"^_target_: *([\w.]+)")), None)
 
     @property
     def ignores(self) -> list[str]:
@@ -97,279 +124,216 @@ class Option:
         Its module declares them in TRAITS. Importing the module would import torch, so its text is read.
         """
         module = f"{(self.target or '').rpartition('.')[0].replace('.', '/')}.py"
-        text = (Path(__file__).parents[2] / module).read_text(encoding="utf-8")
-        declared = re.search(r"ignored_keys=frozenset\(\s*\{(.*?)\}", text, flags=re.DOTALL)
-        return [] if declared is None else re.findall(r'"([\w.]+)"', declared[1])
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """The pairs of a comment such as `# facts: parameters=11181642 layers=10`."""
-        return dict(pair.split("=", 1) for line in self.notes("facts") for pair in line.split())
+        declared = Option(module, Path(__file__).parents[2] / module).find(
+            r"ignored_keys=frozenset\(\s*\{([^}]*)\}"
+        )
+        return re.findall(r'"([\w.]+)"', "".join(declared))
 
 
 def list_options(group: str) -> list[Option]:
-    """The shipped options of a group, sorted by name; `recipes` and `recipes/small` are groups too."""
-    folder = resources_dir() / group if group.partition("/")[0] == "recipes" else conf_dir() / group
+    """The shipped options of a group, sorted by name; `recipe` and `recipes/small` are groups too."""
+    group = "recipes" if group == "recipe" else group
+    folder = (resources_dir() if group.startswith("recipes") else conf_dir()) / group
     return [Option(path.stem, path) for path in sorted(folder.glob("*.yaml"))]
 
 
-def takes_recipes(command: str) -> bool:
-    return "  - recipes: null\n" in _primary(command)
+@cache
+def _schema_keys() -> dict[str, dict[str, ConfigKey]]:
+    """The keys of each class of the schema, nested ones by their dotted path."""
+    classes: dict[str, dict[str, ConfigKey]] = {}
+    heading = FIRST
+    text = Path(schema.__file__).read_text(encoding="utf-8")
+    for name, bases, title, key, annotation, default, meaning in _SCHEMA.findall(text):
+        heading = title or (FIRST if name else heading)
+        if name:
+            rows = classes[name] = {}
+            for base in filter(None, bases.split(", ")):
+                rows |= classes[base]
+        nested = classes.get(annotation, {})
+        if key and (key in GROUPS or not nested):
+            kind = {"Any": "", "list[str]": "list"}.get(annotation, annotation.removesuffix(" | None"))
+            shown = {"None": "null", "True": "true", "False": "false"}.get(default, default.strip('"'))
+            shown = "" if shown.startswith("field(") else shown
+            rows[key] = ConfigKey(
+                key, "group" if key in GROUPS else kind, shown, " ".join(meaning.split()), heading
+            )
+        for inner in nested.values():
+            rows[f"{key}.{inner.key}"] = replace(inner, key=f"{key}.{inner.key}", heading=heading)
+    return classes
 
 
-def default_options(command: str) -> dict[str, Option]:
-    """The default option of each group that the command uses, as the command's primary config lists them."""
-    return chosen_options(command, ())
+@cache
+def _default_choices(command: str) -> dict[str, str]:
+    """The default option of each group, in the command's primary config and in the command that it begins with."""
+    primary = Option(command, conf_dir() / f"{command}.yaml")
+    bases = [base for base in primary.find("^  - ([a-z]+)$") if base in SCHEMAS]
+    return {**(_default_choices(bases[0]) if bases else {}), **primary.choices}
 
 
-def chosen_options(command: str, words: Iterable[str]) -> dict[str, Option]:
-    """The option of each group that the command uses, if these words are given; none where it is not one of ours.
-
-    The words choose before a recipe, and a recipe before its model, which picks matching data.
-    """
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    recipes = _chosen_recipes(given)
-    picks = {group: name for recipe in recipes for group, name in recipe.picks.items()}
-    # A recipe may bring a component of its own. Both its keys and those of a word replace an option.
-    replaced = {key for recipe in recipes for key in recipe.keys if key.partition(".")[0] not in given}
-    replaced |= given.keys()
-    default = dict(re.findall(r"^  - (?:override /)?(\w+): (\w+)$", _primary(command), flags=re.MULTILINE))
-    picks |= {group: name for group, name in given.items() if group in default}
-    models = {option.name: option for option in list_options("model")}
-    model = models.get(picks.get("model") or default.get("model", ""))
-    return {
-        group: option
-        for group, name in {**default, **({} if model is None else model.picks), **picks}.items()
-        for option in list_options(group)
-        if option.name == name
-        and group not in NO_EFFECT.get(command, ())
-        and f"{group}._target_" not in replaced
-    }
+def groups_of(command: str) -> set[str]:
+    """The groups of which the command takes an option."""
+    return _default_choices(command).keys() & set(GROUPS)
 
 
-def _chosen_recipes(given: Mapping[str, str]) -> list[Option]:
-    """The recipe that the words name; at the small scale, what changes for it comes second."""
-    scale, _, name = given.get("recipe", given.get("recipes", "")).rpartition("/")
-    small = SMALL in (scale, given.get(SCALE_KEY))
-    folders = ("recipes", f"recipes/{SMALL}") if small else ("recipes",)
-    return [option for folder in folders for option in list_options(folder) if option.name == name]
+@cache
+def config_keys(command: str) -> dict[str, ConfigKey]:
+    """The keys of the command, without those of options."""
+    unused = {*GROUPS} - groups_of(command) | {*NO_EFFECT.get(command, ())}
+    recipe = RECIPE_KEYS if "recipes" in _default_choices(command) else ()
+    rows = (CONFIG_KEY, *recipe, *_schema_keys()[SCHEMAS[command].__name__].values())
+    return {row.key: row for row in rows if row.key not in unused}
 
 
-def key_table(command: str, words: Sequence[str] = ()) -> list[ConfigKey]:
-    """Every key that the command takes if these words are given: keys of its schema and of the chosen options.
+@cache
+def known_keys(command: str) -> dict[str, ConfigKey]:
+    """Every key that the command has: its own, and those of all shipped options of its groups."""
+    return _with_values(
+        command, (_values(group, option) for group in GROUPS for option in list_options(group))
+    )
+
+
+def key_table(command: str, words: Sequence[str] = ()) -> dict[str, ConfigKey]:
+    """Every key that the command takes if these words are given: its own, and those of the chosen options.
 
     The default of a group is its option. A recipe on the line sets the defaults of its keys.
     """
     words = [*_words_of_file(words), *words]
-    given = dict(word.split("=", 1) for word in words if "=" in word)
-    chosen, groups = chosen_options(command, words), groups_of(command)
-    recipes = _chosen_recipes(given) if takes_recipes(command) else []
-    rows = {"config": ConfigKey("config", "str", "null", CONFIG_MEANING)}
-    if takes_recipes(command):
-        meaning = "small makes a recipe for GPUs small enough to try on two CPU cores."
-        rows[SCALE_KEY] = ConfigKey(SCALE_KEY, "str", "full", meaning)
-        meaning = "A complete run, tested on two CPU cores."
-        rows["recipe"] = ConfigKey("recipe", "group", given.get("recipe", ""), meaning)
-    for row in config_keys(command):
-        if row.type == "group" and row.key not in groups:
-            continue  # the command takes keys of it, but no option
-        option = chosen.get(row.key)
-        default = rows[row.key].default if row.key in rows else row.default
-        if row.type == "group":
-            default = option.name if option else given.get(row.key, "")
-        rows[row.key] = replace(row, default=default)
-        for key, (value, meaning) in option.keys.items() if option else ():
-            rows[f"{row.key}.{key}"] = ConfigKey(f"{row.key}.{key}", "", value, meaning, row.heading)
-    for key, (value, _) in (item for recipe in recipes for item in recipe.keys.items()):
-        group, _, name = key.partition(".")
-        # A recipe may bring a component of its own, whose keys are not those of an option.
-        if group not in given and (key in rows or (name != "_target_" and group not in chosen)):
-            row = rows.get(key) or ConfigKey(key, "", "", "", rows[group].heading)
-            rows[key] = replace(row, default=value)
+    chosen, (picks, recipe) = chosen_options(command, words), _picks(words)
+    names = {group: (name, "") for group, name in picks.items() if group in (*GROUPS, "recipe")}
+    rows = _with_values(command, [names, *starmap(_values, chosen.items()), recipe])
     # As long as no engine is chosen, no key is left out: another engine may take it.
-    is_chosen = "engine" in given or any("engine" in recipe.picks for recipe in recipes)
-    ignored = tuple(
-        f"{key}." for key in (chosen["engine"].ignores if is_chosen and "engine" in chosen else ())
-    )
-    return [row for row in rows.values() if not f"{row.key}.".startswith(ignored)]
+    ignores = chosen["engine"].ignores if "engine" in picks and "engine" in chosen else []
+    ignored = tuple(f"{key}." for key in ignores)
+    return {key: row for key, row in rows.items() if not f"{key}.".startswith(ignored)}
+
+
+def _with_values(command: str, layers: Iterable[Mapping[str, tuple[str, str]]]) -> dict[str, ConfigKey]:
+    """The command's own keys with the defaults and the further keys that the layers have; the last one decides."""
+    rows = dict(config_keys(command))
+    for key, (value, meaning) in (item for layer in layers for item in layer.items()):
+        group = key.partition(".")[0]
+        if (group in rows or key in rows) and not key.endswith("._target_"):
+            row = rows.get(key) or ConfigKey(key, "", "", meaning, rows[group].heading)
+            rows[key] = replace(row, default=value)
+    return rows
+
+
+def _values(group: str, option: Option) -> dict[str, tuple[str, str]]:
+    return {group: (option.name, ""), **{f"{group}.{key}": value for key, value in option.keys.items()}}
+
+
+def chosen_options(command: str, words: Iterable[str] = ()) -> dict[str, Option]:
+    """The option of each group that the command uses, if these words are given; none where it is not one of ours.
+
+    The words choose before a recipe, and a recipe before its model, which picks matching data.
+    """
+    default, (picks, recipe) = _default_choices(command), _picks(words)
+    model = picks.get("model") or default.get("model")
+    matching = [option.choices for option in list_options("model") if option.name == model]
+    names = {**default, **dict(*matching), **picks}
+    return {
+        group: option
+        for group in GROUPS
+        if group in config_keys(command) and f"{group}._target_" not in {**picks, **recipe}
+        for option in list_options(group)
+        if option.name == names[group]
+    }
+
+
+def _picks(words: Iterable[str]) -> tuple[dict[str, str], dict[str, tuple[str, str]]]:
+    """What the words give, before them the options of their recipe; and the other keys of the recipe.
+
+    A recipe may bring a component of its own, whose keys have no effect if the words choose another.
+    """
+    given = dict(word.split("=", 1) for word in words if "=" in word)
+    scale, _, name = given.get("recipe", given.get("recipes", "")).rpartition("/")
+    small = [f"recipes/{SMALL}"] if SMALL in (scale, given.get(SCALE_KEY)) else []  # what changes for it
+    recipes = [
+        option for folder in ["recipes", *small] for option in list_options(folder) if option.name == name
+    ]
+    chosen = dict(item for recipe in recipes for item in recipe.choices.items())
+    values = dict(item for recipe in recipes for item in recipe.keys.items())
+    kept = {key: value for key, value in values.items() if key.partition(".")[0] not in given}
+    return {**chosen, **given}, kept
 
 
 def _words_of_file(words: Iterable[str]) -> list[str]:
     """The recipe and the options that a file of keys chooses; none if it cannot be read, which a run reports."""
-    for path in (Path(word.removeprefix("config=")) for word in words if word.startswith("config=")):
-        with suppress(OSError, ValueError):
-            if path.is_file() and path.stat().st_size <= LARGEST_FILE:
-                keys = Option("", path).keys
-                chosen = {key: keys[key][0] for key in (*GROUPS, "recipe", SCALE_KEY) if key in keys}
-                return [f"{key}={value.strip(QUOTES)}" for key, value in chosen.items()]
+    path = Path(next((word for word in words if word.startswith("config=")), "").removeprefix("config="))
+    with suppress(OSError, ValueError):
+        if path.is_file() and path.stat().st_size <= LARGEST_FILE:
+            values = Option(path.name, path).keys.items()
+            choosing = (*GROUPS, "recipe", SCALE_KEY)
+            return [f"{key}={value.strip(QUOTES)}" for key, (value, _) in values if key in choosing]
     return []
-
-
-@cache
-def known_keys(command: str) -> tuple[str, ...]:
-    """Every key that the command has: those of its schema, and those of the shipped options of its groups."""
-    groups = groups_of(command)
-    own = [key.key for key in config_keys(command) if key.type != "group" or key.key in groups]
-    inside = [
-        f"{group}.{key}"
-        for group in GROUPS
-        if group in own
-        for option in list_options(group)
-        for key in option.keys
-    ]
-    of_recipes = ["recipe", SCALE_KEY] if takes_recipes(command) else []
-    return (*own, "config", *dict.fromkeys(inside), *of_recipes)
 
 
 def hint_for_unknown(key: str, command: str) -> str:
     """What to do about a key that the command does not have."""
     group, _, name = key.partition(".")
-    if group == "hydra":
-        return f"see `gpipe {command} --cfg hydra` for the keys of Hydra"
+    if group in HINTS:
+        return HINTS[group].format(command=command)
     known = known_keys(command)
     owners = [
         option.name
-        for option in (list_options(group) if group in GROUPS and group in known else ())
+        for option in (list_options(group) if name and group in COMPONENT_GROUPS and group in known else ())
         if any(f"{own}.".startswith(f"{name}.") for own in option.keys)
     ]
-    if owners and name:
+    if owners:
         return f"it belongs to {group}={'|'.join(owners)}"
     others = ", ".join(other for other in SCHEMAS if key in known_keys(other))
-    top = [name for name in known if "." not in name]
-    if suggestion := ("." not in key and did_you_mean(key, top)) or did_you_mean(key, known):
+    if suggestion := did_you_mean(key, known):
         return f"{suggestion} {key} belongs to gpipe {others}" if others else suggestion
     if others:
         return f"gpipe {command} does not have it; it belongs to gpipe {others}"
     return f"see `gpipe {command} --help` for every key"
 
 
-def hint_for_flag(word: str, after: str, command: str) -> str:
-    """`did you mean epochs=5?` for `--epochs 5`; empty if the command has no such key."""
-    flag, equals, value = word.lstrip("-").partition("=")
-    name = flag.replace("-", "_")
-    keys = known_keys(command) if command in SCHEMAS else ()
-    near = [key for key in keys if name in (key, key.partition(".")[0], key.rpartition(".")[2])]
-    if not near or len(name) < 2:
-        return ""
-    value = value if equals else after if after and "=" not in after and not after.startswith("-") else "..."
-    return f"did you mean {name if name in GROUPS else near[0]}={value}?"
-
-
-def with_keys(words: Sequence[str], command: str) -> list[str]:
-    """The words, each with its key: `gpipe runs a=b` lists a folder of that name, whatever characters it has."""
-    keys = POSITIONAL.get(command, ())
-    if not keys:
-        return list(words)
-    types = {key.key: key.type for key in config_keys(command)}
-    is_list = types[keys[0]] == "list"
-    given, bare = [], []
-    for word in words:
-        key, _, value = word.partition("=")
-        sets_key = _OVERRIDE.match(word) or ("=" in word and sets_hydra(word))
-        if is_list and key == keys[0] and value[:1] not in ("", "[", "$", "'", '"'):
-            bare.append(value)  # one member, without brackets
-        elif sets_key and (key in types or not os.path.lexists(word)):
-            given.append(word)
-        else:
-            bare.append(word)
-    values = [quoted(escape_references(word)) for word in bare]
-    if is_list:
-        return [*given, f"{keys[0]}=[{','.join(values)}]"] if values else given
-    filled = [f"{key}={value}" for key, value in zip(keys, values, strict=False)]
-    return [*given, *filled, *bare[len(keys) :]]
-
-
-@cache
-def _primary(command: str) -> str:
-    """The text of the command's primary config, after that of the command that it begins with, if any."""
-    text = (conf_dir() / f"{command}.yaml").read_text(encoding="utf-8")
-    bases = [base for base in SCHEMAS if f"\n  - {base}\n" in text]
-    return "".join([*map(_primary, bases), text])
-
-
-def groups_of(command: str) -> set[str]:
-    """The groups of which the command takes an option."""
-    return {group for group in GROUPS if f"\n  - {group}: " in _primary(command)}
-
-
 def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> None:
     """Refuse words that this command cannot take, before Hydra composes anything."""
-    types = {"config": "str", **{key.key: key.type for key in config_keys(command)}}
-    own = {key.partition(".")[0] for key in types}
-    groups = groups_of(command) | ({"recipe"} if takes_recipes(command) else set())
-    lists = _list_keys(command)
     for word in words:
-        key, (_, equals, value) = override_key(word), word.partition("=")
-        group = key.partition(".")[0]
-        if not equals and not word.startswith("~"):
+        key = override_key(word)
+        if "=" not in word and not word.startswith("~"):
             is_file = word.endswith((".yaml", ".yml"))
             cure = f"did you mean config={word}?" if is_file else f"see `gpipe {command} --help`"
             raise ConfigError(f"'{word}' is neither a flag nor key=value; {cure}")
         if key == "hydra.searchpath":
             raise ConfigError(f"{word}: name the folder by --config-dir, so that gpipe checks its files")
-        if sets_hydra(word):
-            if command not in SWEPT:
-                raise ConfigError(f"{key}: gpipe {command} does not run through Hydra; leave it out")
-            continue
-        if key == "jobs":
+        if not sets_hydra(word):
+            _check_key(command, word)
+        elif command not in SWEPT:
+            raise ConfigError(f"{key}: gpipe {command} does not run through Hydra; leave it out")
+        if key in ("recipe", SCALE_KEY) and continues_run and "resume=auto" not in words:
             raise ConfigError(
-                f"{word}: give hydra/launcher=joblib hydra.launcher.n_jobs={value or 2} to a sweep (-m) instead"
+                f"{key}: gpipe {command} resume=... takes none; its settings are those of its run"
             )
-        if group == "recipe" and (
-            not takes_recipes(command) or (continues_run and "resume=auto" not in words)
-        ):
-            shown = f"{command} resume=..." if command == "train" else command
-            raise ConfigError(f"recipe: gpipe {shown} takes none; its settings are those of its run")
-        if group in NO_EFFECT.get(command, ()):
-            raise ConfigError(f"{key}: has no effect on gpipe {command}; leave it out")
-        if group not in own | groups or (group == "recipe" and key not in ("recipe", SCALE_KEY)):
-            unknown = key if group == "recipe" else group
-            raise ConfigError(f"unknown key '{unknown}'; {hint_for_unknown(unknown, command)}")
-        if above := next((name for name in lists if key.startswith(f"{name}.")), None):
+
+
+def _check_key(command: str, word: str) -> None:
+    key, (_, equals, value) = override_key(word), word.partition("=")
+    group = key.partition(".")[0]
+    own, sets = config_keys(command), equals and word[0] != "~"
+    if group in NO_EFFECT.get(command, ()):
+        raise ConfigError(f"{key}: has no effect on gpipe {command}; leave it out")
+    for above, row in known_keys(command).items():
+        if key.startswith(f"{above}.") and (row.type == "list" or row.default.startswith("[")):
             raise ConfigError(f"{word}: {above} is a list; set it as a whole, {above}=[...]")
-        # Components have keys of their own, and the value of a key without a type may be a mapping.
-        inside = key != group and group not in (*COMPONENT_GROUPS, "recipe") and types.get(group) != ""
-        if inside and not any(f"{name}.".startswith(f"{key}.") for name in types):
-            raise ConfigError(f"unknown key '{key}'; {hint_for_unknown(key, command)}")
-        members = [name for name in types if name.startswith(f"{key}.")]
-        if (
-            members
-            and key not in groups
-            and word[0] != "~"
-            and (key in GROUPS or value[:1] not in ("{", "$"))
-        ):
-            raise ConfigError(f"{word}: holds several keys; set one of them, such as {members[0]}=...")
-        if key in groups and word[0] != "~" and not is_option_name(value):
-            raise ConfigError(f"{word}: {option_cure(key, value)}")
+    members = [name for name in own if name.startswith(f"{key}.")]
+    # Components have keys of their own, and the value of a key without a type may be a mapping.
+    is_open = group in own and (group in COMPONENT_GROUPS or own[group].type == "")
+    if key not in own and not members and not is_open:
+        raise ConfigError(f"unknown key '{key}'; {hint_for_unknown(key, command)}")
+    if sets and key not in own and members and value[:1] not in ("{", "$"):
+        raise ConfigError(f"{word}: holds several keys; set one of them, such as {members[0]}=...")
+    if sets and key in own and own[key].type == "group":
+        check_option(key, value, word)
 
 
-def option_cure(group: str, value: object) -> str:
-    """What to do about a value that is not the name of an option."""
-    names = [option.name for option in list_options("recipes" if group == "recipe" else group)]
-    is_list = group == "balance" and str(value).startswith("[")
-    manual = f"balance=manual balance.layers={str(value).replace(' ', '')}"
-    return f"choose an option by its name; {manual if is_list else or_list('', names)}"
-
-
-def is_option_name(value: str) -> bool:
-    """Whether it names one option, or code of yours: not a number, a list, a reference or null."""
-    return (
-        bool(re.fullmatch(r"[\w./:-]+", value))
-        and value not in ("null", "true", "false")
-        and not value.isdigit()
-    )
-
-
-@cache
-def _list_keys(command: str) -> tuple[str, ...]:
-    own = [key.key for key in config_keys(command) if key.type == "list"]
-    return (
-        *own,
-        *(
-            f"{g}.{k}"
-            for g in GROUPS
-            for o in list_options(g)
-            for k, (d, _) in o.keys.items()
-            if d[:1] == "["
-        ),
-    )
+def check_option(group: str, value: object, given: str) -> None:
+    """Refuse what names neither one option nor code of yours: a number, a list, a reference or null."""
+    if isinstance(value, str) and re.fullmatch(r"(?!(?:null|true|false|\d+)\Z)[\w./:-]+", value):
+        return
+    cure = or_list("", [option.name for option in list_options(group)])
+    if group == "balance" and str(value).startswith("["):
+        cure = f"balance=manual balance.layers={str(value).replace(' ', '')}"
+    raise ConfigError(f"{given}: choose an option by its name; {cure}")

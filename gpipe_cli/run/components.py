@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.config.instantiate import accepted_arguments, bind, instantiate
-from gpipe_cli.config.keys import default_options, list_options
+from gpipe_cli.config.keys import chosen_options, list_options
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     CostConfig,
@@ -117,7 +117,7 @@ def _check_engine(settings: EngineConfig, overrides: Sequence[str]) -> None:
         )
     if not isinstance(settings, ProfileConfig):
         return
-    default = f"engine={default_options('profile')['engine'].name}"
+    default = f"engine={chosen_options('profile')['engine'].name}"
     has_keys = any(value is not None for key, value in settings.engine.items() if key != "_target_")
     if not settings.timeline and (engine != default or has_keys):
         raise ConfigError(f"{engine}: is for the steps that timeline=true runs; add it, or leave this out")
@@ -135,7 +135,7 @@ def _is_given(settings: EngineConfig, key: str, overrides: Sequence[str]) -> boo
     if not isinstance(settings, TrainConfig) or settings.resume is not None:
         return False
     if key == "balance":
-        return default_options("train")["balance"].name != balance_name(settings)
+        return chosen_options("train")["balance"].name != balance_name(settings)
     value = attrgetter(key)
     return bool(value(settings) != value(TrainConfig()))
 

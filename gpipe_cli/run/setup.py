@@ -13,7 +13,7 @@ from typing import Any, final
 from omegaconf import OmegaConf
 from torch import nn
 
-from gpipe_cli.config.keys import default_options
+from gpipe_cli.config.keys import chosen_options
 from gpipe_cli.config.schema import CostConfig, EngineConfig, TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import module_state
@@ -190,7 +190,7 @@ def launch_facts(
         "partitions": _partition_rows(settings, parts, activations),
         "ranks": int(os.environ["WORLD_SIZE"]) if is_rank() else 1,
         "hosts": int(os.environ.get("GROUP_WORLD_SIZE", "1")) if is_rank() else 1,
-        "profile": [] if has_timeline else [f"engine={default_options('profile')['engine'].name}"],
+        "profile": [] if has_timeline else [f"engine={chosen_options('profile')['engine'].name}"],
         **facts,
         "loaded": facts["loaded"] or earlier.get("loaded"),  # only when a run starts
     }

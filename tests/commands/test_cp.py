@@ -54,7 +54,9 @@ def test_the_settings_of_a_run_become_a_file_that_repeats_it(tiny: Gpipe, gpipe:
     assert answer.json["use"] == "gpipe train config=my.yaml 'allow=[tiny_for_tests]'"
     text = Path("my.yaml").read_text()
     assert text.startswith("# The settings of first; use them with: gpipe train config=my.yaml")
-    assert "optimizer:\n  option: adamw\n  lr: 0.5\n" in text and "run_dir" not in text and "allow:" not in text
+    assert (
+        "optimizer:\n  option: adamw\n  lr: 0.5\n" in text and "run_dir" not in text and "allow:" not in text
+    )
     answer = tiny("cp", "first", "my.yaml")  # its path alone will do
     assert answer.code == 2 and "my.yaml: exists" in answer.err
     composed, saved = (

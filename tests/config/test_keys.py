@@ -6,12 +6,12 @@ import pytest
 
 from gpipe_cli.config.keys import (
     Option,
+    chosen_options,
     conf_dir,
-    default_options,
+    config_keys,
     groups_of,
     list_options,
     resources_dir,
-    takes_recipes,
 )
 from gpipe_cli.config.schema import GROUPS, NO_EFFECT, SCHEMAS
 
@@ -72,8 +72,8 @@ def test_every_group_has_options_in_the_order_of_their_names(group: str) -> None
 
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_every_group_of_a_command_has_a_default(command: str) -> None:
-    assert set(default_options(command)) == groups_of(command) - set(NO_EFFECT.get(command, ()))
+    assert set(chosen_options(command)) == groups_of(command) - set(NO_EFFECT.get(command, ()))
 
 
 def test_recipes_are_for_training() -> None:
-    assert [command for command in SCHEMAS if takes_recipes(command)] == ["train", "launch-script"]
+    assert [command for command in SCHEMAS if "recipe" in config_keys(command)] == ["train", "launch-script"]
