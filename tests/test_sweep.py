@@ -166,7 +166,10 @@ def test_a_file_that_has_changed_makes_another_sweep(tiny: Gpipe, tmp_path: Path
         (("run_dir=a,b",), "run_dir=a,b: a sweep has one directory"),
         (("run_dir=''",), "give the name of a directory"),
         (("run_dir=a", "hydra.sweep.dir=b"), "run_dir and hydra.sweep.dir exclude each other"),
-        (("jobs=2",), "jobs=2: give hydra/launcher=joblib hydra.launcher.n_jobs=2 to a sweep (-m) instead"),
+        (
+            ("jobs=2",),
+            "unknown key 'jobs'; give hydra/launcher=joblib hydra.launcher.n_jobs=2 to a sweep (-m) instead",
+        ),
         (
             ("optimizer.lr=interval(0.1,1)",),
             "optimizer.lr=interval(0.1,1): an interval needs hydra/sweeper=optuna",
