@@ -6,6 +6,7 @@ Imports nothing expensive, so that `gpipe --help` and completion stay quick.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -137,14 +138,16 @@ def _refuse_flags(words: Sequence[str], command: str) -> None:
 
 
 def _with_keys(words: Sequence[str], command: str) -> list[str]:
-    """The words, each with its key: `gpipe runs ./a=b` lists a folder of that name, whatever characters it has."""
+    """The words, each with its key: `gpipe runs a=b` lists a folder of that name, whatever characters it has."""
     keys = POSITIONAL.get(command, ())
     if not keys:
         return list(words)
-    is_list = config_keys(command)[keys[0]].type == "list"
+    own = config_keys(command)
+    is_list = own[keys[0]].type == "list"
     if is_list:  # one member may stand without brackets
         words = [re.sub(rf"^{keys[0]}=(?=[^\['\"$])", "", word) for word in words]
-    bare = [word for word in words if not _OVERRIDE.match(word)]
+    paths = [word for word in words if word.partition("=")[0] not in own and os.path.lexists(word)]
+    bare = [word for word in words if word in paths or not _OVERRIDE.match(word)]
     given = [word for word in words if word not in bare]
     values = [quoted(escape_references(word)) for word in bare]
     if is_list:

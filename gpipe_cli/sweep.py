@@ -35,11 +35,11 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.compose import JobConfig, Request, compose, prepared, sweep_words
 from gpipe_cli.config.messages import config_errors
-from gpipe_cli.config.schema import ModelConfig, TrainConfig
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.sources import VERSION, store
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import override_key, quote_override, quoted, sets_hydra, sets_key, without_keys
-from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.jobs import run_job
 from gpipe_cli.process_lifetime import temporary_folder
 from gpipe_cli.report.formatting import describe
@@ -47,10 +47,10 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.sweep_results import JobResult, print_sweep, print_sweep_json
 from gpipe_cli.run.job import Summary
-from gpipe_cli.sweep_job import Task, passing_signals_on, requested_stop
+from gpipe_cli.sweep_job import Task, sharing_stops
 from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.run_directory import lock_run_directory, make_run_directory, write_json
-from gpipe_cli.training.signals import StopRequested, stop_immediately
+from gpipe_cli.training.signals import StopRequested, StopRequests, stop_immediately
 from gpipe_cli.values import lower_is_better
 
 PRIMARY = "gpipe_job"
@@ -59,9 +59,22 @@ MANIFEST, LOCK, RESULTS = "sweep.json", "sweep.lock", "results"
 SWEEPS = Path("runs", "sweep")
 DIRECTORY_KEYS = ("run_dir", "resume")
 """Keys that say where a sweep is, and are no part of what it computes."""
-SWEEP_DIR = "hydra.sweep.dir"
+SWEEP_DIR, SWEEPER = "hydra.sweep.dir", ("hydra.sweeper", "hydra/sweeper")
 MOST_JUDGED = 100
 """Combinations to compose before the first job. Of more, each value is composed with the first ones of other keys."""
+HYDRA = HydraConf(
+    defaults=[
+        *({group: "basic"} for group in ("launcher", "sweeper")),
+        *({group: "none"} for group in ("hydra_logging", "job_logging")),
+        *({group: "default"} for group in ("help", "hydra_help")),
+        {"callbacks": None},
+    ],
+    run=RunDir("."),
+    sweep=SweepDir(dir=".", subdir="${gpipe_job:${hydra.overrides.task}}"),
+    output_subdir=None,
+    job=JobConf(name="gpipe", chdir=False),
+)
+"""Hydra as launcher and sweeper: it makes no directories of its own, stays in the folder and logs nothing."""
 
 
 def ask_hydra(request: Request, invocation: Invocation) -> None:
@@ -69,8 +82,7 @@ def ask_hydra(request: Request, invocation: Invocation) -> None:
     given = {"--info": invocation.info, "--cfg": invocation.cfg, "--package": invocation.package}
     flags = [part for flag, value in given.items() if value is not None for part in (flag, value)]
     flags += ["--resolve"] * invocation.resolve + ["--hydra-help"] * invocation.hydra_help
-    config = _hydra_config({"help": "default"}, {"hydra_help": "default"})
-    with prepared(request, config) as (primary, words, _, _):
+    with prepared(request, HYDRA) as (primary, words, _, _):
         _hydra_main(request.command, lambda _: None, [*flags, *words, *_hydra_words(request)], primary)
 
 
@@ -104,43 +116,49 @@ def _run_sweep(request: Request, invocation: Invocation, began: float) -> int:
     line = shlex.join(["gpipe", request.command, *invocation.typed])
     sweep = _judged(request, dry_run=invocation.dry_run)
     sweep.check()
-    started = time.time() - (time.monotonic() - began)
-    error: BaseException | None = None
     with _opened(sweep, line) if sweep.makes_runs else temporary_folder("sweep") as path:
-        folder = path.absolute() / RESULTS
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # results of an earlier launch would count as results of this one
-        folder.mkdir()
-        shared = replace(request, words=sweep.shared)
-        swept = {override_key(word): word.partition("=")[0] for word in sweep.swept}
-        task = Task(shared, swept, folder, sweep.makes_runs, invocation, started)
-        try:
-            with passing_signals_on(folder, block="submitit" in sweep.node.launcher._target_):
-                _hydra_main(request.command, task, ["--multirun", *sweep.hydra_words(path)])
-        except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - the results come first
-            error = raised
-        files = RunFiles(folder)
-        read = [JobResult(**files.json(file.name)) for file in folder.glob("[0-9]*.json")]
-        stop = requested_stop(folder) or ("Ctrl-C" if isinstance(error, KeyboardInterrupt) else None)
-    results = sorted(read, key=lambda result: result.number)
+        results, stop, error = _run_jobs(sweep, invocation, path, time.time() - (time.monotonic() - began))
     jobs = max(sweep.jobs, len(results))
     if invocation.json:
         print_sweep_json(results, sweep.monitor)
     elif results:
         print_sweep(results, sweep.monitor, jobs, line)
     finished = sum(result.exit_code == 0 for result in results)
-    if stop and finished < jobs:
+    if stop is not None and finished < jobs:
         resume = f"; resume with: {line}" if sweep.makes_runs else ""
-        raise StopRequested(stop).error(f"stopped by {stop}; {finished} of {jobs} jobs have finished{resume}")
+        raise stop.error(f"stopped by {stop}; {finished} of {jobs} jobs have finished{resume}")
     code = next((result.exit_code for result in results if result.exit_code), 0)
+    if error is not None and not code:
+        raise error
     if error is not None:
-        if not code:
-            raise error
         print_status(f"the sweeper ended with: {describe(error.__cause__ or error)}")
     if sweep.makes_runs and results and all(result.finished_earlier for result in results):
         print_status(f"all jobs have finished; give {SWEEP_DIR}=<new directory> to run them again")
     return code
+
+
+def _run_jobs(
+    sweep: _Sweep, invocation: Invocation, path: Path, began: float
+) -> tuple[list[JobResult], StopRequested | None, BaseException | None]:
+    """The results, the request to stop if there was one, and what the sweeper raised. path: of the sweep."""
+    folder = path.absolute() / RESULTS
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier launch left it
+    folder.mkdir()
+    words = [each[0] for each in sweep.words.values() if len(each) == 1]
+    shared = replace(sweep.request, words=without_keys(words, DIRECTORY_KEYS if sweep.makes_runs else ()))
+    keys = {override_key(word): word.partition("=")[0] for word in sweep.swept}
+    task = Task(shared, keys, folder, sweep.makes_runs, invocation, began)
+    error: BaseException | None = None
+    with sharing_stops(folder, block="submitit" in sweep.node.launcher._target_) as inbox:
+        try:
+            _hydra_main(shared.command, task, ["--multirun", *sweep.hydra_words(path)])
+        except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - the results come first
+            error = raised
+    read = (RunFiles(folder).json(file.name) for file in folder.glob("*.json"))
+    results = sorted((JobResult(**row) for row in read), key=lambda result: result.job)
+    # "stopped by SIGTERM; saved in ..."
+    reasons = [str(result.error).split()[2].rstrip(",;") for result in results if result.stopped]
+    return results, StopRequests(inbox).request or next(map(StopRequested, reasons), None), error
 
 
 @final
@@ -156,21 +174,13 @@ class _Sweep:
     node: DictConfig
     """Hydra's configuration of itself."""
     monitor: str | None
-    """The metric that decides; none if the jobs do not train."""
-    directory: str | None
-    """The given one."""
+    """The metric that decides; None if the jobs do not train."""
     makes_runs: bool
     """Whether the jobs are new runs, which need directories, rather than runs that are trained longer."""
 
     @property
     def swept(self) -> list[str]:
         return [word for word, each in self.words.items() if len(each) > 1]
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """The words of all jobs, without those that say where the sweep is."""
-        words = [each[0] for each in self.words.values() if len(each) == 1]
-        return without_keys(words, DIRECTORY_KEYS if self.makes_runs else ())
 
     @property
     def is_optuna(self) -> bool:
@@ -184,19 +194,16 @@ class _Sweep:
     @property
     def digest(self) -> str:
         """A fingerprint of what the jobs compute: who launches them and how many trials there are is no part of it."""
-        words = [
-            word
-            for word in without_keys(self.request.words, (*DIRECTORY_KEYS, "hydra.sweeper.n_trials"))
-            if not sets_hydra(word) or override_key(word).startswith(("hydra.sweeper", "hydra/sweeper"))
-        ]
+        words = without_keys(self.request.words, (*DIRECTORY_KEYS, "hydra.sweeper.n_trials"))
+        kept = [word for word in words if not sets_hydra(word) or override_key(word).startswith(SWEEPER)]
         trees: Any = [OmegaConf.to_container(config.tree) for config in self.configs]
-        kept = [{**tree, **dict.fromkeys(DIRECTORY_KEYS)} for tree in trees]
-        content = json.dumps([self.request.command, sorted(words), kept], sort_keys=True, default=str)
+        jobs = [{**tree, **dict.fromkeys(DIRECTORY_KEYS)} for tree in trees]
+        content = json.dumps([self.request.command, sorted(kept), jobs], sort_keys=True, default=str)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def check(self) -> None:
         """Refuse what the sweeper or the launcher cannot do, before anything is written."""
-        words = self.request.words
+        words, launcher = self.request.words, self.node.launcher
         if torchrun.is_rank():
             raise ConfigError("-m: a sweep starts its runs itself; leave torchrun out")
         if sets_key(self.swept, "run_dir"):
@@ -204,20 +211,13 @@ class _Sweep:
         if sets_key(words, "run_dir") and sets_key(words, SWEEP_DIR):
             raise ConfigError(f"run_dir and {SWEEP_DIR} exclude each other; give one of them")
         if sets_key(words, SWEEP_DIR) and not self.makes_runs:
-            raise ConfigError(
-                f"{SWEEP_DIR}: has no effect, because only new runs have directories; leave it out"
-            )
+            raise ConfigError(f"{SWEEP_DIR}: has no effect, because nothing is trained; leave it out")
         if sets_key(words, "hydra.sweep.subdir"):
-            raise ConfigError(
-                "hydra.sweep.subdir: the directory of a job is named after its values; leave it out"
-            )
+            raise ConfigError("hydra.sweep.subdir: jobs are named after their values; leave it out")
         if self.is_optuna and self.monitor is None:
-            raise ConfigError(
-                "hydra/sweeper=optuna: needs a metric, which only gpipe train has; leave it out"
-            )
-        launcher = self.node.launcher
+            raise ConfigError("hydra/sweeper=optuna: needs a metric of gpipe train; leave it out")
         together = launcher.get("n_jobs", 1) != 1 or "LocalLauncher" in launcher._target_
-        asked = not self.is_optuna or sets_key(self.request.words, "hydra.sweeper.n_jobs")
+        asked = not self.is_optuna or sets_key(words, "hydra.sweeper.n_jobs")
         if together and asked and self.jobs != 1 and self.monitor is not None:
             _check_devices(self.configs)
 
@@ -230,13 +230,13 @@ class _Sweep:
         return [*swept, *defaults, *_hydra_words(self.request), directory]
 
     def _optuna_words(self) -> list[str]:
-        """The defaults that docs/how-to/hydra.md lists; it announces its study and each failed job only if told to."""
+        """Defaults, which docs/how-to/hydra.md lists; Optuna speaks of its study and of failed jobs only if told to."""
         logs = ("hydra/hydra_logging", "hydra/job_logging")
         if not any(override_key(word).startswith(logs) for word in self.request.words):
             importlib.import_module("optuna.logging").set_verbosity(logging.ERROR)
             logging.getLogger("hydra_plugins.hydra_optuna_sweeper").setLevel(logging.ERROR)
         settings: Any = self.configs[0].settings
-        better = "minimize" if lower_is_better(self.monitor or "loss") else "maximize"
+        better = "minimize" if lower_is_better(str(self.monitor)) else "maximize"
         study = f"gpipe-{self.digest[:8]}"
         values = {"direction": better, "study_name": study, "n_jobs": 1, "max_failure_rate": 1.0}
         # The same seed asks for the same trials again: it resumes a sweep, and would repeat those of a storage.
@@ -255,36 +255,29 @@ def _judged(request: Request, *, dry_run: bool) -> _Sweep:
         _store(configs[0])
         with config_errors(request.command), initialize(None, request.command, **VERSION):
             node = hydra.compose(PRIMARY, hydra_words, return_hydra_config=True).hydra
-    settings, monitor = configs[0].settings, None
-    if isinstance(settings, TrainConfig) and not dry_run:
-        monitor = settings.snapshot.monitor or "loss"
-    has_directory = sets_key(request.words, SWEEP_DIR)
-    directory = str(node.sweep.dir) if has_directory else getattr(settings, "run_dir", None)
-    makes_runs = monitor is not None and getattr(settings, "resume", None) in (None, "auto")
-    return _Sweep(request, words, configs, node, monitor, directory, makes_runs)
+    settings = configs[0].settings
+    if dry_run or not isinstance(settings, TrainConfig):
+        return _Sweep(request, words, configs, node, None, makes_runs=False)
+    monitor = settings.snapshot.monitor or "loss"
+    return _Sweep(request, words, configs, node, monitor, makes_runs=settings.resume in (None, "auto"))
 
 
 def _each_value(values: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Jobs that together have each value, with the first values of the other keys."""
-    first = tuple(each[0] for each in values)
-    others = (
-        (*first[:place], value, *first[place + 1 :])
-        for place, each in enumerate(values)
-        for value in each[1:]
-    )
-    return [first, *others]
+    first = [each[0] for each in values]
+    places = [(place, value) for place, each in enumerate(values) for value in each]
+    return [(*first[:place], value, *first[place + 1 :]) for place, value in places]
 
 
 def _check_devices(configs: Sequence[JobConfig]) -> None:
     """Refuse jobs at the same time on one accelerator: they would run out of its memory, or slow each other down."""
     from gpipe_cli.accelerator.devices import available_devices  # imports torch
 
-    devices = [
-        available_devices(config.settings.devices)
-        for config in (*configs, *configs[: len(configs) == 1])
-        if isinstance(config.settings, ModelConfig)
+    settings: list[Any] = [config.settings for config in configs]
+    jobs = [
+        set(available_devices(each.devices)) for each in (settings if len(settings) > 1 else settings * 2)
     ]
-    used = [device for own in devices for device in set(own) if device.type != "cpu"]
+    used = [device for devices in jobs for device in devices if device.type != "cpu"]
     if shared := next((device for device in used if used.count(device) > 1), None):
         raise ConfigError(
             f"hydra/launcher: several jobs at once would train on {shared}; give hydra.launcher.n_jobs=1 to "
@@ -295,23 +288,23 @@ def _check_devices(configs: Sequence[JobConfig]) -> None:
 @contextmanager
 def _opened(sweep: _Sweep, line: str) -> Iterator[Path]:
     """Create the directory of a sweep, or find that of an earlier launch; inside, no other process writes to it."""
-    digest = sweep.digest
-    path = _earlier(digest) if sweep.directory is None else Path(sweep.directory)
+    digest, first = sweep.digest, sweep.configs[0]
+    by_hydra = sets_key(sweep.request.words, SWEEP_DIR)
+    given = str(sweep.node.sweep.dir) if by_hydra else getattr(first.settings, "run_dir", None)
+    path = _earlier(digest) if given is None else Path(given)
     if path is None or not (path / MANIFEST).exists():
-        path = make_run_directory(sweep.directory, SWEEPS.name, sweep.configs[0].model)
+        path = make_run_directory(given, SWEEPS.name, first.model)
     with lock_run_directory(path, LOCK):
-        files = RunFiles(path)
-        earlier = files.json(MANIFEST)
-        if files.problems:
-            raise RunError(f"{path / MANIFEST}: cannot be read; choose another directory, or remove this one")
-        if earlier and earlier.get("digest") != digest:
-            raise ConfigError(
-                f"{path}: has a sweep with other settings, which repeats with: {earlier.get('command')}; "
-                "choose another directory"
-            )
-        if not earlier:
+        is_new = not (path / MANIFEST).exists()
+        if is_new:
             write_json(path / MANIFEST, {"digest": digest, "command": line})
-        print_status(f"{'resuming the sweep in' if earlier else 'sweep directory:'} {path}")
+        earlier = RunFiles(path).json(MANIFEST)
+        if earlier.get("digest") != digest:
+            command = earlier.get("command", f"(no line, because {MANIFEST} cannot be read)")
+            raise ConfigError(
+                f"{path}: has another sweep, which repeats with: {command}; choose another directory"
+            )
+        print_status(f"{'sweep directory:' if is_new else 'resuming the sweep in'} {path}")
         yield path
 
 
@@ -322,22 +315,10 @@ def _earlier(digest: str) -> Path | None:
     return next(same, None)
 
 
-def _hydra_config(*more: dict[str, Any]) -> HydraConf:
-    """Hydra as launcher and sweeper: it makes no directories of its own, stays in the folder and logs nothing."""
-    logs = [{"hydra_logging": "none"}, {"job_logging": "none"}]
-    return HydraConf(
-        defaults=[{"launcher": "basic"}, {"sweeper": "basic"}, *logs, {"callbacks": None}, *more],
-        run=RunDir("."),
-        sweep=SweepDir(dir=".", subdir="${gpipe_job:${hydra.overrides.task}}"),
-        output_subdir=None,
-        job=JobConf(name="gpipe", chdir=False),
-    )
-
-
 def _store(config: JobConfig) -> None:
     """Give Hydra the configuration of a job as plain keys: in its own, `${batch_size}` may refer to them."""
     store(PRIMARY, OmegaConf.create(OmegaConf.to_container(config.tree)))
-    store("config", _hydra_config(), group="hydra")
+    store("config", HYDRA, group="hydra")
 
 
 def _hydra_words(request: Request) -> list[str]:

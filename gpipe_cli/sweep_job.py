@@ -15,9 +15,9 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -33,21 +33,22 @@ from gpipe_cli.process_lifetime import die_with_parent
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report import output
 from gpipe_cli.report.formatting import describe
-from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.run_list import read_row
 from gpipe_cli.report.sweep_results import JobResult
-from gpipe_cli.training import signals
-from gpipe_cli.training.run_directory import write_json, write_text
-from gpipe_cli.training.signals import STOP_SIGNALS, SignalInbox, StopRequested, StopRequests
+from gpipe_cli.training.run_directory import write_json
+from gpipe_cli.training.signals import (
+    STOP_SIGNALS,
+    SignalInbox,
+    as_stopped,
+    handlers_installed,
+    install_handlers,
+)
 
 STOP = "stop"
 LONGEST_NAME = 60
 POLL_SECONDS = 0.1
-
-
-def _process() -> tuple[str, int]:
-    return socket.gethostname(), os.getpid()
+PROCESS = socket.gethostname(), os.getpid()
 
 
 @final
@@ -63,29 +64,25 @@ class Task:
     invocation: Invocation
     began: float
     """When the command did, in seconds since 1970: a job may run on another machine."""
-    process: tuple[str, int] = field(default_factory=_process)
+    process: tuple[str, int] = PROCESS
 
     def __call__(self, _: object) -> float | None:
         """Run the job that Hydra has configured, and return the value that a sweeper optimizes, if it has one."""
-        if requested_stop(self.folder):
+        if (self.folder / STOP).exists():
             return None
         given = HydraConfig.get()
         pairs = (word.lstrip("+").partition("=") for word in given.overrides.task)
         words = tuple(f"{self.swept.get(key, key)}={value}" for key, _, value in pairs)
         result = JobResult(int(given.job.num), (*self.request.words, *words), " ".join(words))
-        file = self.folder / f"{result.number}.json"
+        file = self.folder / f"{result.job}.json"
         write_json(file, asdict(result))
-        is_worker = self.process != _process()
+        is_worker = self.process != PROCESS
         # The folder may be another one in a worker, or because of hydra.job.chdir.
-        with self._as_worker(result.number) if is_worker else nullcontext(), chdir(given.runtime.cwd):
+        with self._as_worker(result.job) if is_worker else nullcontext(), chdir(given.runtime.cwd):
             result = self._run(result, given)
         write_json(file, asdict(result))
-        if result.stopped:
-            request_stop(
-                self.folder, str(result.error).split()[2].rstrip(",;")
-            )  # "stopped by Ctrl-C; saved in"
-            if not is_worker:
-                raise KeyboardInterrupt  # after any Exception, Hydra would go on with the next job
+        if result.stopped and not is_worker:
+            raise KeyboardInterrupt  # after any Exception, Hydra would go on with the next job
         return result.best if result.exit_code == 0 else None
 
     def _run(self, result: JobResult, given: Any) -> JobResult:
@@ -99,7 +96,7 @@ class Task:
             if self.invocation.debug:
                 traceback.print_exception(error)
             at_once = type(error) is KeyboardInterrupt
-            error = Interrupted("stopped by Ctrl-C") if at_once else signals.as_stopped(error)
+            error = Interrupted("stopped by Ctrl-C") if at_once else as_stopped(error)
             result = replace(result, exit_code=exit_code(error), error=redacted(describe(error)))
             if result.failed:
                 result = replace(result, error=f"FAILED ({result.exit_code}): {result.error}")
@@ -130,76 +127,53 @@ class Task:
         return replace(result, summary=summary)
 
     @contextmanager
-    def _as_worker(self, number: int) -> Iterator[None]:
+    def _as_worker(self, job: int) -> Iterator[None]:
         """Inside, this process belongs to the sweep: it ends with it, and a request to stop is a signal to it."""
-        # For good: a worker that ends between two jobs would take the others with it.
-        inbox = signals.install_handlers()
+        install_handlers()  # for good: a worker that ends between two jobs would take the others with it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         multiprocessing.set_start_method(None, force=True)  # that of joblib cannot start torch's data workers
         _, parent = self.process
         if os.getppid() == parent:
             die_with_parent(parent)
         os.environ["TERM"] = "dumb"  # several jobs share the terminal, which has room for one panel
-        output.line_begin = f"job {number}: "
-        with _sharing_stops(self.folder, inbox, obeys=True):
+        output.line_begin = f"job {job}: "
+        with sharing_stops(self.folder, in_worker=True):
             yield
 
 
 def _say(result: JobResult, text: str) -> None:
-    print_status(f"job {result.number}: {text}".removeprefix(output.line_begin))
-
-
-def request_stop(folder: Path, reason: str) -> None:
-    """Ask all jobs to save and to stop; the first request counts."""
-    if not requested_stop(folder):
-        write_text(folder / STOP, reason)
-
-
-def requested_stop(folder: Path) -> str:
-    """Why the jobs are asked to stop; empty if they are not."""
-    return RunFiles(folder).text(STOP)
+    output.print_status(f"job {result.job}: {text}".removeprefix(output.line_begin))
 
 
 @contextmanager
-def passing_signals_on(folder: Path, *, block: bool) -> Iterator[None]:
-    """Inside, a signal to this process is a request to all jobs.
+def sharing_stops(folder: Path, *, in_worker: bool = False, block: bool = False) -> Iterator[SignalInbox]:
+    """Inside, a signal to the process that started the sweep is one to all jobs.
 
     block: keep signals from the processes that are started inside, which do not know what to do with them.
     """
     blocked = set(STOP_SIGNALS) if block else set()
-    with signals.handlers_installed() as inbox:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        try:
-            with _sharing_stops(folder, inbox, blocked=blocked):
-                yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _sharing_stops(
-    folder: Path, inbox: SignalInbox, *, blocked: Set[int] = frozenset(), obeys: bool = False
-) -> Iterator[None]:
-    """Inside, a signal to this process is a request to all; obeys: and a request of another a signal to this one."""
-    ended = threading.Event()
+    stop, ended = folder / STOP, threading.Event()
 
     def watch() -> None:
         while not ended.wait(POLL_SECONDS):
             if pending := signal.sigpending() & blocked:
                 _thread.interrupt_main(signal.Signals(signal.sigwait(pending)))
-            if own := StopRequests(inbox).request:
-                request_stop(folder, own.reason)
-            elif obeys and (reason := requested_stop(folder)):
-                by_keyboard = StopRequested(reason).by_keyboard
-                os.kill(os.getpid(), signal.SIGINT if by_keyboard else signal.SIGTERM)
+            if not in_worker and inbox.first is not None:
+                stop.touch()
+            elif in_worker and inbox.first is None and stop.exists():
+                # A terminal may send SIGINT to this process as well, and a second one ends a job at once.
+                os.kill(os.getpid(), signal.SIGTERM)
 
-    thread = threading.Thread(target=watch, name="gpipe-sweep", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    with handlers_installed() as inbox:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        thread = threading.Thread(target=watch, name="gpipe-sweep", daemon=True)
+        thread.start()
+        try:
+            yield inbox
+        finally:
+            ended.set()
+            thread.join()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def job_name(words: Iterable[str]) -> str:

@@ -350,7 +350,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train lr_schedule.rise=2", 2, "lr_schedule.rise=2: must be from 0 to 1"),
     ("train run_dir=", 2, "run_dir=: give the name of a directory"),
     (f"train run_dir={'x' * 300}", 2, "cannot be used: "),
-    ("eval run=. recipe=digits", 2, "recipe: gpipe eval takes none"),
+    ("eval run=. recipe=digits", 2, "gpipe eval does not have it; it belongs to gpipe train"),
     ("-sc install=nosh", 2, "-sc install=nosh: choose one of: install=bash"),
     ("profile measure=perhaps", 2, "measure=perhaps: expected true or false"),
     ("train balance=time balance.cach=false", 2, "did you mean 'balance.cache'?"),

@@ -282,7 +282,8 @@ def hint_for_unknown(key: str, command: str) -> str:
     if owners:
         return f"it belongs to {group}={'|'.join(owners)}"
     others = ", ".join(other for other in SCHEMAS if key in known_keys(other))
-    if suggestion := did_you_mean(key, known):
+    top = [own for own in known if "." not in own]
+    if suggestion := (not name and did_you_mean(key, top)) or did_you_mean(key, known):
         return f"{suggestion} {key} belongs to gpipe {others}" if others else suggestion
     if others:
         return f"gpipe {command} does not have it; it belongs to gpipe {others}"

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -23,20 +23,20 @@ COMPARISON = "comparison.html"
 class JobResult:
     """How a job ended; as long as it runs, how it would have ended if its process were killed."""
 
-    number: int
+    job: int
     overrides: Sequence[str]
     label: str
     """The overrides that not all jobs have."""
     exit_code: int = PeerError.exit_code
     error: str | None = f"FAILED ({PeerError.exit_code}): its process was killed"
     """Why it failed or stopped."""
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    """Empty if it did not finish."""
+    finished_earlier: bool = False
     run_dir: str | None = None
     """None if it did not come so far, or is no training run."""
     best: float | None = None
     """The best value of the metric that decides, of all evaluations of its run."""
-    finished_earlier: bool = False
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """Empty if it did not finish."""
 
     @property
     def stopped(self) -> bool:
@@ -47,33 +47,28 @@ class JobResult:
         return self.exit_code != 0 and not self.stopped
 
 
-def best_job(results: Sequence[JobResult], monitor: str | None) -> JobResult | None:
-    """monitor: the metric that decides; None for jobs that do not train."""
-    known = {result.best: result for result in reversed(results) if result.best is not None}
-    return known[(min if lower_is_better(monitor or "loss") else max)(known)] if known else None
-
-
 def print_sweep(results: Sequence[JobResult], monitor: str | None, jobs: int, line: str) -> None:
-    """jobs: how many the whole sweep has. line: the command that repeats it."""
-    best = best_job(results, monitor)
-    best_column = [] if best is None else [f"best_{monitor}"]
+    """monitor: the metric that decides; None for jobs that do not train. jobs: of the whole sweep.
+
+    line: the command that repeats it.
+    """
+    values = [{f"best_{monitor}": result.best, **result.summary} for result in results]
     # Measured values are floats; the whole numbers and texts of a summary repeat the settings.
-    values = (pair for result in results for pair in result.summary.items())
-    columns = dict.fromkeys(name for name, value in values if type(value) is float)
+    measured = (name for row in values for name, value in row.items() if type(value) is float)
+    columns = list(dict.fromkeys(measured))
     table = [
         (
-            result.number,
+            result.job,
             result.label,
-            *(result.best for _ in best_column),
-            *(result.summary.get(name) for name in columns),
-            result.error or result.run_dir or result.summary.get("run_dir"),
+            *map(row.get, columns),
+            result.error or result.run_dir or row.get("run_dir"),
         )
-        for result in results
+        for result, row in zip(results, values, strict=True)
     ]
-    print_rows(_title(results, jobs), ("job", "overrides", *best_column, *columns, "result"), table)
+    print_rows(_title(results, jobs), ("job", "overrides", *columns, "result"), table)
     facts = {}
-    if best is not None:
-        facts["best"] = f"job {best.number}: {best.label} ({monitor} {format_value(str(monitor), best.best)})"
+    if monitor is not None and (best := _best_job(results, monitor)) is not None:
+        facts["best"] = f"job {best.job}: {best.label} ({monitor} {format_value(monitor, best.best)})"
     runs = list(dict.fromkeys(result.run_dir for result in results if result.run_dir is not None))
     if len(runs) > 1:
         facts["compare"] = shlex.join(["gpipe", "report", *runs, f"out={Path(runs[0]).parent / COMPARISON}"])
@@ -84,20 +79,10 @@ def print_sweep(results: Sequence[JobResult], monitor: str | None, jobs: int, li
 
 
 def print_sweep_json(results: Sequence[JobResult], monitor: str | None) -> None:
-    best = best_job(results, monitor)
-    rows = [
-        {
-            "job": result.number,
-            "overrides": result.overrides,
-            "exit_code": result.exit_code,
-            "error": result.error,
-            "finished_earlier": result.finished_earlier,
-            **({} if monitor is None else {"best": result is best}),
-            **result.summary,
-            **({} if result.run_dir is None else {"run_dir": result.run_dir}),
-        }
-        for result in results
-    ]
+    best = None if monitor is None else _best_job(results, monitor)
+    rows = [{**asdict(result), "best": result is best, **result.summary} for result in results]
+    for row in rows:
+        del row["summary"]
     sys.stdout.write(f"{json.dumps(rows)}\n")
 
 
@@ -110,3 +95,8 @@ def _title(results: Sequence[JobResult], jobs: int) -> str:
     }
     shown = (f"{count} {name}" for name, count in counts.items() if count or name == "failed")
     return f"{jobs} jobs, {', '.join(shown)}"
+
+
+def _best_job(results: Sequence[JobResult], monitor: str) -> JobResult | None:
+    known = {result.best: result for result in reversed(results) if result.best is not None}
+    return known[(min if lower_is_better(monitor) else max)(known)] if known else None
