@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -190,3 +191,14 @@ def huge(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     (tmp_path / "huge_for_tests.py").write_text(HUGE, encoding="utf-8")
     words = ("model._target_=huge_for_tests.build", "allow=[huge_for_tests]", "data=synthetic")
     return lambda command, *more: gpipe(command, *words, "data.shape=[3,8,8]", "data.length=64", *more)
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that are ended whatever happens."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()

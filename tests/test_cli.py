@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -211,18 +210,8 @@ def test_a_layer_that_exits_is_a_failure_with_its_place(
         assert main(["train", "model._target_=own.exits", *SMALL, "steps=1", *words, "-m", "--json"]) == 1
         (job,) = json.loads(capsys.readouterr().out)
         assert f"SystemExit: 0 (in partition {len(words) - 1}, layer '2'" in job["error"]
-    assert all("SystemExit: 0" in log.read_text() for log in folder.glob("runs/train/exits/*/train.log"))
-
-
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that are ended whatever happens."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+    logs = list(folder.glob("runs/sweep/exits/*/*/train.log"))
+    assert len(logs) == 2 and all("SystemExit: 0" in log.read_text() for log in logs)
 
 
 def until(stream: IO[str] | None, line: str) -> None:

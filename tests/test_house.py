@@ -124,7 +124,6 @@ def test_every_file_name_says_what_is_inside() -> None:
 
 def test_no_file_has_more_than_400_lines() -> None:
     lines = {name: len(source.splitlines()) for name, source in sources().items()}
-    assert lines.pop("config/schema.py") <= 450, "a list of keys, each with its meaning"
     assert {name: count for name, count in lines.items() if count > MAX_FILE_LINES} == {}
 
 

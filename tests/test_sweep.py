@@ -370,17 +370,6 @@ def test_a_job_that_fails_beside_others_is_reported_and_the_others_finish(tiny: 
     assert build["exit_code"] == 0
 
 
-@pytest.fixture
-def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that are ended whatever happens."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     (folder / "tiny_for_tests.py").write_text(TINY, encoding="utf-8")
     (folder / "signals_for_tests.py").write_text(SIGNALS, encoding="utf-8")
