@@ -8,7 +8,7 @@ setup(
     package_data={
         "gpipe_cli": ["py.typed", "completion.bash", "completion.fish", "completion.zsh"],
         "gpipe_cli.launch": ["*.sh"],
-        "gpipe_cli.report.page": ["*.css", "*.js"],
+        "gpipe_cli.report.page": ["*.css", "*.js", "templates/*.html"],
         "gpipe_cli.conf": ["**/*.yaml"],
         "gpipe_cli.recipes": ["*.yaml", "small/*.yaml"],
         "gpipe_cli.data": ["files/*"],

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from gpipe_cli.report.page.html import Html, tag
-from make_docs.svg import box, label, svg_file
+from markupsafe import Markup
+
+from make_docs.svg import box, label, svg_file, tag
 
 LAYER, GAP, HEIGHT = 78, 14, 36
 MARGIN = 22
@@ -40,7 +41,7 @@ def draw_skips() -> str:
 
 def _sequence(
     layers: Sequence[str], balance: Sequence[int], top: float, stashing: Sequence[int]
-) -> Iterator[Html]:
+) -> Iterator[Markup]:
     positions = _positions(balance)
     firsts = [0, *accumulate(balance)]
     for index, count in enumerate(balance):
@@ -74,7 +75,7 @@ def _right(balance: Sequence[int]) -> float:
     return _positions(balance)[-1] + LAYER + PADDING + 2
 
 
-def _arrow_head(css_class: str, x: float, y: float, *, down: bool = False) -> Html:
+def _arrow_head(css_class: str, x: float, y: float, *, down: bool = False) -> Markup:
     """The head of an arrow that ends at (x, y)."""
     base = (
         f"{x - 4:g} {y - 8:g}, {x + 4:g} {y - 8:g}" if down else f"{x - 7:g} {y - 4:g}, {x - 7:g} {y + 4:g}"

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.report.page.html import Html
+from markupsafe import Markup
+
 from gpipe_cli.schedule import Kind, order
 from gpipe_cli.schedule.simulate import PartitionCost, Simulation, Span, simulate
 from make_docs.svg import box, label, legend, svg_file
@@ -77,7 +78,7 @@ def draw(example: Example) -> str:
     return svg_file(WIDTH, height, description, _elements(example, simulation, scale))
 
 
-def _elements(example: Example, simulation: Simulation, scale: float) -> Iterator[Html]:
+def _elements(example: Example, simulation: Simulation, scale: float) -> Iterator[Markup]:
     yield label(f"{example.title}; idle {simulation.bubble:.0%}", LEFT, 15, "strong")
     yield from legend((_css_class(span, example.workers) for span in simulation.spans), WIDTH - RIGHT)
     for worker in range(example.workers):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from gpipe_cli.report.page.html import Html, join, tag
+from markupsafe import Markup
 
 # The page's background shows through. Text beside the boxes is a grey with enough contrast to both white and black.
 STYLE = """
@@ -31,7 +31,18 @@ LEGEND = {
 }
 
 
-def svg_file(width: float, height: float, description: str, elements: Iterable[Html]) -> str:
+def tag(name: str, attributes: Mapping[str, str | float] | None = None, *children: str) -> Markup:
+    """An element; texts are escaped, and numbers get two decimals."""
+    rendered = Markup("").join(
+        Markup(' {}="{}"').format(
+            key, value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+        )
+        for key, value in (attributes or {}).items()
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(name, rendered, Markup("").join(children))
+
+
+def svg_file(width: float, height: float, description: str, elements: Iterable[Markup]) -> str:
     """The text of the file; screen readers read the description."""
     attributes: dict[str, str | float] = {
         "xmlns": "http://www.w3.org/2000/svg",
@@ -42,14 +53,14 @@ def svg_file(width: float, height: float, description: str, elements: Iterable[H
         "aria-label": description,
     }
     # One element per line keeps diffs readable.
-    lines = join([Html(f"{element.source}\n") for element in elements])
-    style = Html(f"<style>{STYLE}</style>\n")
-    return tag("svg", attributes, tag("title", None, description), style, lines).source + "\n"
+    lines = Markup("").join(element + "\n" for element in elements)
+    style = Markup("<style>{}</style>\n").format(Markup(STYLE))
+    return f"{tag('svg', attributes, tag('title', None, description), style, lines)}\n"
 
 
 def box(
     css_class: str, x: float, y: float, width: float, height: float, text: str = "", *, radius: float = 0
-) -> Html:
+) -> Markup:
     geometry: dict[str, str | float] = {
         "class": css_class,
         "x": round(x, 2),
@@ -60,14 +71,14 @@ def box(
     }
     if not text:
         return tag("rect", geometry)
-    return join([tag("rect", geometry), label(text, round(x + width / 2, 2), y + height / 2, "inside")])
+    return tag("rect", geometry) + label(text, round(x + width / 2, 2), y + height / 2, "inside")
 
 
-def label(text: str, x: float, y: float, css_class: str = "") -> Html:
+def label(text: str, x: float, y: float, css_class: str = "") -> Markup:
     return tag("text", {"class": css_class, "x": x, "y": y} if css_class else {"x": x, "y": y}, text)
 
 
-def legend(phases: Iterable[str], right: float) -> Iterable[Html]:
+def legend(phases: Iterable[str], right: float) -> Iterable[Markup]:
     """The colors of these phases, right-aligned."""
     shown = set(phases)
     meanings = {phase: meaning for phase, meaning in LEGEND.items() if phase in shown}

@@ -21,7 +21,7 @@ from gpipe_cli.config.schema import CheckConfig
 from gpipe_cli.errors import GpipeError
 from gpipe_cli.report.environment import environment
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.document import PAGE
+from gpipe_cli.report.page.render import PAGE
 from gpipe_cli.report.tables import print_check_rows, print_facts
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.summary import write_report

@@ -23,8 +23,8 @@ from gpipe_cli.plan.verified import verify_plans
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.model_tables import print_device_memory, print_plans
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.document import check_replaceable
 from gpipe_cli.report.page.plan_page import plan_page
+from gpipe_cli.report.page.render import check_replaceable
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import print_step_timeline
 from gpipe_cli.run.components import check_components

@@ -20,7 +20,7 @@ from gpipe_cli.profiling.layers import LayerProfile, Sample, frozen_layers, prof
 from gpipe_cli.profiling.partition_memory import activation_bytes
 from gpipe_cli.profiling.timeline import BalanceGain
 from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
-from gpipe_cli.report.page.document import PAGE
+from gpipe_cli.report.page.render import PAGE
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import trace_json
 from gpipe_cli.run.build import RunParts, build_parts

@@ -27,7 +27,7 @@ from gpipe_cli.profiling.layers import frozen_layers
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.document import PAGE, render_page
+from gpipe_cli.report.page.render import PAGE, render_page
 from gpipe_cli.report.page.run_facts import read_run
 from gpipe_cli.report.timeline import trace_json
 from gpipe_cli.run.build import RunParts

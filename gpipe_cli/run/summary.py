@@ -16,7 +16,7 @@ from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
 from gpipe_cli.report.formatting import describe, format_value
 from gpipe_cli.report.model_tables import print_measured_memory
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.document import PAGE, render_page
+from gpipe_cli.report.page.render import PAGE, render_page
 from gpipe_cli.report.page.run_facts import read_run
 from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number
 from gpipe_cli.report.tables import print_facts

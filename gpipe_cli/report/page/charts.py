@@ -1,7 +1,9 @@
-"""The charts of a report: metrics over the steps of training.
+"""The charts of a report: metrics over the steps of training, of one run or of several.
 
 Lines stretch with the page, texts do not, so a phone shows as much as a wide screen. `script.js` shows the values under
-the pointer from the attribute `data-hover`: positions from left to right, each with its text.
+the pointer from the attribute `data-hover`: positions from left to right, each with its text. A run that is much worse
+must not flatten the others in a chart: such a chart has a logarithmic scale, or cuts off the values of a run that
+diverged, and says so.
 """
 
 from __future__ import annotations
@@ -10,18 +12,20 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final
 
-from gpipe_cli.report.colors import curve_class
-from gpipe_cli.report.formatting import format_value
+from markupsafe import Markup
+
+from gpipe_cli.report.colors import CURVES, curve_class
+from gpipe_cli.report.formatting import format_value, printable
 from gpipe_cli.report.page.curves import CurvePoint
-from gpipe_cli.report.page.html import Html, join, tag
 from gpipe_cli.report.page.run_facts import RunFacts
 
 FIRST_METRICS = ("loss", "top1", "accuracy", "mean_iou", "lr", "samples_per_second")
 """The order of charts; other metrics follow by name."""
 TITLES = {"samples_per_second": "samples per second", "lr": "learning rate", "top1": "top-1", "top5": "top-5"}
+SPLITS = {"train": "training", "eval": "evaluation"}
 TRAINING_ONLY = ("lr", "samples_per_second")
 """Metrics that say nothing new, or nothing comparable, about an evaluation."""
 MAX_DOTS = 80
@@ -35,6 +39,36 @@ TICKS = 5
 EQUAL = 1e-9
 """Values that differ by less than this share count as one value; the arithmetic of ticks could not part them."""
 TINY = 1e-200
+FLAT = 0.1
+"""A usual run that takes less than this share of the height is flattened by another."""
+FAR_ABOVE = 30
+"""A run that reaches so many times the height of a usual run has diverged, and is cut off."""
+HEADROOM = 0.15
+"""The share of the height above the other runs in which a run that is cut off leaves the chart."""
+MARGIN = 0.06
+DECADE_MARKS = (1, 2, 5)
+FEW_DECADES = 3
+FIGURE = """<figure class="chart"><figcaption>{caption}</figcaption><div class="plot"{hover}>
+<svg class="up">{up}</svg>
+<svg class="area" role="img" aria-label="{title}">{area}</svg>
+<svg class="across">{across}</svg>
+</div></figure>
+"""
+
+
+def shape(source: str, **values: str | float) -> Markup:
+    """The source with values in it: texts are escaped, and numbers get two decimals, as a screen shows no more."""
+    return Markup(source).format(**{name: _visible(value) for name, value in values.items()})
+
+
+def _visible(value: str | float) -> str:
+    if isinstance(value, str):
+        return value if isinstance(value, Markup) else printable(value)
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def join(shapes: Iterable[str]) -> Markup:
+    return Markup("").join(shapes)
 
 
 @final
@@ -69,6 +103,25 @@ class Scale:
         return [distance * index for index in range(first, last + 1)]
 
 
+@final
+@dataclass(frozen=True)
+class LogScale:
+    """Like Scale, for positive numbers that differ by orders of magnitude."""
+
+    low: float
+    high: float
+
+    def share(self, value: float) -> float:
+        return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+
+    def ticks(self) -> list[float]:
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        marks = DECADE_MARKS if last - first <= FEW_DECADES else DECADE_MARKS[:1]
+        apart = max(1, (last - first) // 6)
+        values = [mark * 10.0**power for power in range(first, last + 1, apart) for mark in marks]
+        return [value for value in values if self.low <= value <= self.high]
+
+
 class Axis(Protocol):
     def share(self, value: float) -> float:
         """The position of a value, as a share of the axis."""
@@ -97,17 +150,26 @@ class ChartLine:
         return f"line {curve_class(self.color)}{DASHES[self.dash]}{' bold' if self.bold else ''}"
 
     @property
-    def band_class(self) -> str:
-        return f"band {curve_class(self.color)}"
+    def mark(self) -> Markup:
+        """The attribute by which the script finds what belongs to a run."""
+        return Markup() if self.run is None else shape(' data-run="{run}"', run=self.run)
 
     @property
-    def mark(self) -> dict[str, str | float]:
-        """The attribute by which the script finds what belongs to a run."""
-        return {} if self.run is None else {"data-run": str(self.run)}
+    def swatch(self) -> Markup:
+        """A piece of the line, for a legend."""
+        band = '<rect class="band {color}" width="100%" height="10"/>' if self.has_range else ""
+        stroke = '<line class="{line}" x2="100%" y1="5" y2="5"/>'
+        color = curve_class(self.color)
+        return shape(f'<svg class="swatch">{band}{stroke}</svg>', color=color, line=self.css_class)
 
 
-def metric_charts(run: RunFacts) -> Html | None:
-    """The charts of one run, each with training and evaluation; None if nothing was trained."""
+def run_line(index: int, name: str, points: Sequence[CurvePoint] = (), *, bold: bool = False) -> ChartLine:
+    """The line of a run by its position in the comparison: colors first, then other strokes with the same colors."""
+    return ChartLine(name, index, index // len(CURVES) % len(DASHES), points, run=index, bold=bold)
+
+
+def metric_charts(run: RunFacts) -> list[Markup]:
+    """The charts of one run, each with training and evaluation."""
     lines: dict[str, list[ChartLine]] = defaultdict(list)
     for curve in run.curves:
         is_evaluation = curve.split == "eval"
@@ -115,10 +177,19 @@ def metric_charts(run: RunFacts) -> Html | None:
             lines[curve.metric].append(
                 ChartLine(curve.split, int(is_evaluation), int(is_evaluation), curve.points)
             )
-    if not lines:
-        return None
-    charts = (_chart(metric, lines[metric]) for metric in sorted(lines, key=metric_order))
-    return tag("div", {"class": "charts"}, *charts)
+    return [_run_chart(metric, lines[metric]) for metric in sorted(lines, key=metric_order)]
+
+
+def comparison_charts(runs: Sequence[RunFacts], names: Sequence[str], best: int | None) -> list[Markup]:
+    """One chart per metric and split, with a line per run; best: the run whose lines are bold."""
+    lines: dict[tuple[str, str], list[ChartLine]] = defaultdict(list)
+    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+        for curve in run.curves:
+            if curve.split != "eval" or curve.metric not in TRAINING_ONLY:
+                points = [point._replace(low=point.mean, high=point.mean) for point in curve.points]
+                lines[curve.metric, curve.split].append(run_line(index, name, points, bold=index == best))
+    order = sorted(lines, key=lambda key: (*metric_order(key[0]), key[1]))
+    return [_comparison_chart(*key, lines[key]) for key in order]
 
 
 def metric_order(metric: str) -> tuple[int, str]:
@@ -129,14 +200,58 @@ def metric_title(metric: str) -> str:
     return TITLES.get(metric, metric.replace("_", " "))
 
 
-def _chart(metric: str, lines: Sequence[ChartLine]) -> Html:
+def _run_chart(metric: str, lines: Sequence[ChartLine]) -> Markup:
     points = [point for line in lines for point in line.points]
     horizontal = Scale.over(point.step for point in points)
-    vertical = Scale.over((end for point in points for end in (point.low, point.high)), margin=0.06)
+    vertical = Scale.over((end for point in points for end in (point.low, point.high)), margin=MARGIN)
     title = metric_title(metric)
-    caption = join([tag("strong", None, title), " ", _legend(lines)])
+    keys = (
+        shape(
+            '<span class="key">{swatch}{name}</span>',
+            swatch=line.swatch,
+            name=f"{line.name}: mean and range" if line.has_range else line.name,
+        )
+        for line in lines
+    )
+    caption = shape("<strong>{title}</strong> {legend}", title=title, legend=join(keys))
     hover = json.dumps(_hover_texts(metric, lines, horizontal))
     return draw_chart(metric, title, lines, horizontal, vertical, caption, hover)
+
+
+def _comparison_chart(metric: str, split: str, lines: Sequence[ChartLine]) -> Markup:
+    points = [point for line in lines for point in line.points]
+    horizontal = Scale.over(point.step for point in points)
+    vertical, limit = _vertical_scale(metric, lines)
+    cut = sum(any(point.mean > limit for point in line.points) for line in lines)
+    notes = ["logarithmic scale"] if isinstance(vertical, LogScale) else []
+    if cut:
+        notes.append(f"values above {limit:.3g} are cut off ({cut} run{'s' if cut > 1 else ''})")
+    title = f"{metric_title(metric)}, {SPLITS.get(split, split)}"
+    note = shape('<span class="scale-note">{notes}</span>', notes="; ".join(notes)) if notes else ""
+    caption = shape("<strong>{title}</strong> {note}", title=title, note=note)
+    drawn = [
+        replace(line, points=[point._replace(mean=min(point.mean, limit)) for point in line.points])
+        for line in lines
+    ]
+    return draw_chart(metric, title, drawn, horizontal, vertical, caption, _hover(metric, lines, horizontal))
+
+
+def _vertical_scale(metric: str, lines: Sequence[ChartLine]) -> tuple[Axis, float]:
+    """The scale of a chart, and the value above which it cuts off."""
+    values = [point.mean for line in lines for point in line.points]
+    if format_value(metric, 1.0).endswith("%"):  # between 0 and 1
+        return Scale.over(values, margin=MARGIN), math.inf
+    low, highs = min(values), sorted(max(point.mean for point in line.points) for line in lines)
+    # Several runs may have diverged, so a usual run is one of the lower quarter.
+    usual = highs[(len(highs) - 1) // 4]
+    span = max(usual - low, FLAT * abs(usual))
+    high = max(value for value in highs if value <= low + FAR_ABOVE * span)
+    limit = high + HEADROOM * (high - low) if high < highs[-1] else math.inf
+    top = min(limit, highs[-1])
+    if low < TINY or span >= FLAT * (top - low):
+        return Scale.over([low, top], margin=MARGIN), limit
+    margin = math.exp(MARGIN * (math.log(top) - math.log(low)))
+    return LogScale(low / margin, top * margin), limit
 
 
 def draw_chart(
@@ -145,9 +260,9 @@ def draw_chart(
     lines: Sequence[ChartLine],
     horizontal: Scale,
     vertical: Axis,
-    caption: Html,
+    caption: Markup,
     hover: str,
-) -> Html:
+) -> Markup:
     def label(tick: float) -> str:
         return f"{100 * tick:.4g} %" if format_value(metric, tick).endswith("%") else f"{tick:.6g}"
 
@@ -160,68 +275,62 @@ def draw_chart(
 
 def chart_figure(
     title: str,
-    caption: Html,
-    drawing: Iterable[Html],
+    caption: Markup,
+    drawing: Iterable[Markup],
     horizontal: Scale,
     vertical: Axis,
     across: Callable[[float], str],
     up: Callable[[float], str],
     hover: str | None = None,
-) -> Html:
+) -> Markup:
     """A drawing on a grid, with its axes; across, up: the labels of their ticks; hover: JSON for the script."""
     heights = [(f"{100 * (1 - vertical.share(tick)):.2f}%", up(tick)) for tick in vertical.ticks()]
-    grid = (tag("line", {"class": "grid", "x2": "100%", "y1": y, "y2": y}) for y, _ in heights)
-    labels = (tag("text", {"x": "100%", "y": y}, label) for y, label in heights)
+    grid = (shape('<line class="grid" x2="100%" y1="{y}" y2="{y}"/>', y=y) for y, _ in heights)
+    labels = (shape('<text x="100%" y="{y}">{label}</text>', y=y, label=label) for y, label in heights)
     steps = (
-        tag("text", {"x": f"{100 * horizontal.share(tick):.2f}%", "y": 14}, label)
+        shape('<text x="{x}%" y="14">{label}</text>', x=100 * horizontal.share(tick), label=label)
         for tick in horizontal.ticks()
         if (label := across(tick))
     )
-    area = tag("svg", {"class": "area", "role": "img", "aria-label": title}, *grid, *drawing)
-    axes = tag("svg", {"class": "up"}, *labels), area, tag("svg", {"class": "across"}, *steps)
-    plot = tag("div", {"class": "plot", **({} if hover is None else {"data-hover": hover})}, *axes)
-    return tag("figure", {"class": "chart"}, tag("figcaption", None, caption), plot)
+    return shape(
+        FIGURE,
+        title=title,
+        caption=caption,
+        hover="" if hover is None else shape(' data-hover="{hover}"', hover=hover),
+        up=join(labels),
+        area=join([*grid, *drawing]),
+        across=join(steps),
+    )
 
 
-def _legend(lines: Sequence[ChartLine]) -> Html:
-    keys = []
-    for line in lines:
-        name = f"{line.name}: mean and range" if line.has_range else line.name
-        keys.append(tag("span", {"class": "key"}, swatch(line), name))
-    return join(keys)
-
-
-def swatch(line: ChartLine) -> Html:
-    """A piece of the line, for a legend."""
-    stroke = tag("line", {"class": line.css_class, "x2": "100%", "y1": 5, "y2": 5})
-    band = tag("rect", {"class": line.band_class, "width": "100%", "height": 10}) if line.has_range else None
-    return tag("svg", {"class": "swatch"}, band, stroke)
-
-
-def _drawing(lines: Sequence[ChartLine], horizontal: Scale, vertical: Axis) -> list[Html]:
+def _drawing(lines: Sequence[ChartLine], horizontal: Scale, vertical: Axis) -> list[Markup]:
     shapes, dots = [], []
     for line in lines:
+        color = curve_class(line.color)
         if line.has_range:
             highs = [_position(point.step, point.high, horizontal, vertical) for point in line.points]
             lows = [_position(point.step, point.low, horizontal, vertical) for point in line.points]
-            shapes.append(
-                tag("polygon", {"class": line.band_class, "points": _on_grid([*highs, *lows[::-1]])})
-            )
+            band = _on_grid([*highs, *lows[::-1]])
+            shapes.append(shape('<polygon class="band {color}" points="{band}"/>', color=color, band=band))
         positions = [_position(point.step, point.mean, horizontal, vertical) for point in line.points]
-        shapes.append(tag("polyline", {"class": line.css_class, **line.mark, "points": _on_grid(positions)}))
-        if (
-            len(positions) == 1 or len(positions) * len(lines) <= MAX_DOTS
-        ):  # a single point would have no line at all
-            for x, y in positions:
-                center = {"cx": f"{100 * x:.2f}%", "cy": f"{100 * y:.2f}%"}
-                dots.append(
-                    tag("circle", {"class": curve_class(line.color), **line.mark, **center, "r": 2.5})
-                )
-    stretched = tag(
-        "svg", {"viewBox": f"0 0 {GRID_SIZE} {GRID_SIZE}", "preserveAspectRatio": "none"}, *shapes
+        shapes.append(
+            shape(
+                '<polyline class="{line}"{mark} points="{points}"/>',
+                line=line.css_class,
+                mark=line.mark,
+                points=_on_grid(positions),
+            )
+        )
+        # A single point would have no line at all.
+        if len(positions) == 1 or len(positions) * len(lines) <= MAX_DOTS:
+            circle = '<circle class="{color}"{mark} cx="{x}%" cy="{y}%" r="2.5"/>'
+            dots += [shape(circle, color=color, mark=line.mark, x=100 * x, y=100 * y) for x, y in positions]
+    stretched = shape(
+        '<svg viewBox="0 0 {size} {size}" preserveAspectRatio="none">{shapes}</svg>',
+        size=GRID_SIZE,
+        shapes=join(shapes),
     )
-    cross = tag("line", {"class": "cross", "y2": "100%", "visibility": "hidden"})
-    return [stretched, *dots, cross]
+    return [stretched, *dots, Markup('<line class="cross" y2="100%" visibility="hidden"/>')]
 
 
 def _position(step: float, value: float, horizontal: Scale, vertical: Axis) -> tuple[float, float]:
@@ -247,3 +356,14 @@ def _hover_texts(metric: str, lines: Sequence[ChartLine], horizontal: Scale) -> 
     return [
         (round(horizontal.share(step), 4), "\n".join([titles[step], *texts[step]])) for step in sorted(texts)
     ]
+
+
+def _hover(metric: str, lines: Sequence[ChartLine], horizontal: Scale) -> str:
+    """JSON: positions from left to right, each with its title and the values of the runs, best run first."""
+    texts: dict[float, list[tuple[str, str]]] = defaultdict(list)
+    for line in lines:
+        for point in line.points:
+            texts[point.step].append((str(line.run), format_value(metric, point.mean)))
+    return json.dumps(
+        [[round(horizontal.share(step), 4), f"step {step:.0f}", texts[step]] for step in sorted(texts)]
+    )

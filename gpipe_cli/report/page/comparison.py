@@ -1,35 +1,15 @@
-"""The page that compares runs: results, charts and settings, with the runs named by what differs between them.
-
-A run that is much worse must not flatten the others in a chart: such a chart has a logarithmic scale, or cuts off the
-values of a run that diverged, and says so.
-"""
+"""How runs compare: their order, best first, and their names, made of the settings that differ between them."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.report.colors import CURVES
 from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.charts import (
-    DASHES,
-    TINY,
-    TRAINING_ONLY,
-    Axis,
-    ChartLine,
-    Scale,
-    draw_chart,
-    metric_order,
-    metric_title,
-    swatch,
-)
-from gpipe_cli.report.page.curves import CurvePoint
-from gpipe_cli.report.page.html import Child, Html, join, table, tag
+from gpipe_cli.report.page.charts import ChartLine, metric_title, run_line
 from gpipe_cli.report.page.run_facts import RunFacts
 from gpipe_cli.values import lower_is_better
 
@@ -37,16 +17,6 @@ NO_SETTINGS = ("run_dir", "resume", "allow", "time_limit")
 """Keys that do not change what a run computes."""
 TARGET = "._target_"
 LONGEST_LABEL = 90
-SPLITS = {"train": "training", "eval": "evaluation"}
-FLAT = 0.1
-"""A usual run that takes less than this share of the height is flattened by another."""
-FAR_ABOVE = 30
-"""A run that reaches so many times the height of a usual run has diverged, and is cut off."""
-HEADROOM = 0.15
-"""The share of the height above the other runs in which a run that is cut off leaves the chart."""
-MARGIN = 0.06
-DECADE_MARKS = (1, 2, 5)
-FEW_DECADES = 3
 
 
 @final
@@ -61,9 +31,12 @@ class Comparison:
     """The best value of each run."""
     differences: Sequence[Mapping[str, str]]
     """For each run the settings that not all runs share, by key."""
+    results: Sequence[Mapping[str, str]] = ()
+    """For each run title and value of its results, the best value of the metric first."""
 
     @staticmethod
-    def of(runs: Sequence[RunFacts]) -> Comparison:
+    def of(runs: Sequence[RunFacts], headlines: Sequence[Mapping[str, str]] = ()) -> Comparison:
+        """headlines: title and value of the results of each run."""
         configs = [flatten_yaml(run.config) for run in runs]
         metric = _metric(runs, configs)
         values = [_best_value(run, metric) for run in runs]
@@ -73,8 +46,19 @@ class Comparison:
         )
         differences = _differences([configs[index] for index in order])
         ordered = [runs[index] for index in order]
+        has_best = any(value is not None for value in values)
+        best_title = f"best {metric_title(metric)}"
+        results = [
+            {**({best_title: format_value(metric, values[index])} if has_best else {}), **headlines[index]}
+            for index in (order if headlines else ())
+        ]
         return Comparison(
-            ordered, _labels(ordered, differences), metric, [values[index] for index in order], differences
+            ordered,
+            _labels(ordered, differences),
+            metric,
+            [values[index] for index in order],
+            differences,
+            results,
         )
 
     @property
@@ -87,48 +71,23 @@ class Comparison:
         """The folder that all runs are in."""
         return os.path.commonpath([run.path.absolute().parent for run in self.runs])
 
-    def results(self, headlines: Sequence[Mapping[str, str]]) -> Html:
-        """A row per run, marked with the line of its curves; headlines: title and value of its results."""
-        titles = list(dict.fromkeys(title for headline in headlines for title in headline))
-        best_title = [f"best {metric_title(self.metric)}"] if self.best is not None else []
+    @property
+    def titles(self) -> list[str]:
         # The latest losses of a run that has not finished would be columns of their own.
-        shown = [title for title in titles if title not in best_title and not title.startswith("loss (")]
-        rows: list[list[Child]] = [
-            [
-                self._name(index),
-                *([_value(self.metric, self.values[index], best=index == self.best)] if best_title else []),
-                *(headlines[index].get(title, "-") for title in shown),
-            ]
-            for index in range(len(self.runs))
-        ]
-        return table("runs", ("run", *best_title, *shown), rows)
+        titles = dict.fromkeys(title for result in self.results for title in result)
+        return [title for title in titles if not title.startswith("loss (")]
 
-    def charts(self) -> Html | None:
-        return comparison_charts(self.runs, self.labels, self.best)
+    @property
+    def keys(self) -> list[str]:
+        """The settings that differ."""
+        return list(dict.fromkeys(key for own in self.differences for key in own))
 
-    def settings(self) -> Html | None:
-        """A row per run and a column per key; None if all runs have the same settings."""
-        keys = list(dict.fromkeys(key for own in self.differences for key in own))
-        rows: list[tuple[Child, ...]] = [
-            (self._name(index), *(own.get(key, "-") for key in keys))
-            for index, own in enumerate(self.differences)
-        ]
-        return table("runs", ("run", *keys), rows) if keys else None
+    def path(self, index: int) -> str:
+        return os.path.relpath(self.runs[index].path, self.folder)
 
-    def _name(self, index: int) -> Html:
-        path = os.path.relpath(self.runs[index].path, self.folder)
-        return tag(
-            "div",
-            {"class": "run-name"},
-            swatch(run_line(index, "", bold=index == self.best)),
-            tag("a", {"href": f"#run{index}"}, self.labels[index]),
-            tag("small", None, path) if str(self.runs[index].path) != self.labels[index] else None,
-        )
-
-
-def _value(metric: str, value: float | None, *, best: bool) -> Html:
-    mark = tag("span", {"class": "verdict ok"}, "best") if best else None
-    return join([format_value(metric, value), " " if best else None, mark])
+    def line(self, index: int) -> ChartLine:
+        """How the curves of a run look."""
+        return run_line(index, self.labels[index], bold=index == self.best)
 
 
 def _metric(runs: Sequence[RunFacts], configs: Sequence[Mapping[str, str]]) -> str:
@@ -200,110 +159,3 @@ def flatten_yaml(config: str) -> dict[str, str]:
             parents = [*parents[:depth], key]
             values[".".join(parents)] = value.strip()
     return values
-
-
-@final
-@dataclass(frozen=True)
-class LogScale:
-    """Like Scale, for positive numbers that differ by orders of magnitude."""
-
-    low: float
-    high: float
-
-    def share(self, value: float) -> float:
-        return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
-
-    def ticks(self) -> list[float]:
-        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
-        marks = DECADE_MARKS if last - first <= FEW_DECADES else DECADE_MARKS[:1]
-        apart = max(1, (last - first) // 6)
-        values = [mark * 10.0**power for power in range(first, last + 1, apart) for mark in marks]
-        return [value for value in values if self.low <= value <= self.high]
-
-
-def run_line(index: int, name: str, points: Sequence[CurvePoint] = (), *, bold: bool = False) -> ChartLine:
-    """The line of a run by its position in the comparison: colors first, then other strokes with the same colors."""
-    return ChartLine(name, index, index // len(CURVES) % len(DASHES), points, run=index, bold=bold)
-
-
-def comparison_charts(runs: Sequence[RunFacts], names: Sequence[str], best: int | None) -> Html | None:
-    """One chart per metric and split, with a line per run, and one legend for all of them; None if no run has metrics.
-
-    best: the run whose lines are bold.
-    """
-    lines: dict[tuple[str, str], list[ChartLine]] = defaultdict(list)
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        for curve in run.curves:
-            if curve.split != "eval" or curve.metric not in TRAINING_ONLY:
-                points = [point._replace(low=point.mean, high=point.mean) for point in curve.points]
-                lines[curve.metric, curve.split].append(run_line(index, name, points, bold=index == best))
-    if not lines:
-        return None
-    order = sorted(lines, key=lambda key: (*metric_order(key[0]), key[1]))
-    charts = (_chart(*key, lines[key]) for key in order)
-    return join([_legend(names, best), tag("div", {"class": "charts"}, *charts)])
-
-
-def _legend(names: Sequence[str], best: int | None) -> Html:
-    keys = [
-        tag(
-            "button",
-            {"class": "key", "type": "button", "data-run": str(index), "aria-pressed": "false"},
-            swatch(run_line(index, name, bold=index == best)),
-            name,
-        )
-        for index, name in enumerate(names)
-    ]
-    return tag(
-        "div",
-        {"class": "runs-legend"},
-        tag("p", None, "Best first. Point at a run to see its curves alone; click to keep it."),
-        *keys,
-    )
-
-
-def _chart(metric: str, split: str, lines: Sequence[ChartLine]) -> Html:
-    points = [point for line in lines for point in line.points]
-    horizontal = Scale.over(point.step for point in points)
-    vertical, limit = _vertical_scale(metric, lines)
-    cut = sum(any(point.mean > limit for point in line.points) for line in lines)
-    notes = ["logarithmic scale"] if isinstance(vertical, LogScale) else []
-    if cut:
-        notes.append(f"values above {limit:.3g} are cut off ({cut} run{'s' if cut > 1 else ''})")
-    title = f"{metric_title(metric)}, {SPLITS.get(split, split)}"
-    note = tag("span", {"class": "scale-note"}, "; ".join(notes)) if notes else None
-    caption = join([tag("strong", None, title), " ", note])
-    drawn = [
-        replace(line, points=[point._replace(mean=min(point.mean, limit)) for point in line.points])
-        for line in lines
-    ]
-    return draw_chart(metric, title, drawn, horizontal, vertical, caption, _hover(metric, lines, horizontal))
-
-
-def _vertical_scale(metric: str, lines: Sequence[ChartLine]) -> tuple[Axis, float]:
-    """The scale of a chart, and the value above which it cuts off."""
-    values = [point.mean for line in lines for point in line.points]
-    if format_value(metric, 1.0).endswith("%"):  # between 0 and 1
-        return Scale.over(values, margin=MARGIN), math.inf
-    low, highs = min(values), sorted(max(point.mean for point in line.points) for line in lines)
-    # Several runs may have diverged, so a usual run is one of the lower quarter.
-    usual = highs[(len(highs) - 1) // 4]
-    span = max(usual - low, FLAT * abs(usual))
-    high = max(value for value in highs if value <= low + FAR_ABOVE * span)
-    limit = high + HEADROOM * (high - low) if high < highs[-1] else math.inf
-    top = min(limit, highs[-1])
-    if low < TINY or span >= FLAT * (top - low):
-        return Scale.over([low, top], margin=MARGIN), limit
-    margin = math.exp(MARGIN * (math.log(top) - math.log(low)))
-    return LogScale(low / margin, top * margin), limit
-
-
-def _hover(metric: str, lines: Sequence[ChartLine], horizontal: Scale) -> str:
-    """JSON: positions from left to right, each with its title and the values of the runs, best run first."""
-    texts: dict[float, list[tuple[str, str]]] = defaultdict(list)
-    for line in lines:
-        for point in line.points:
-            texts[point.step].append((str(line.run), format_value(metric, point.mean)))
-    return json.dumps(
-        [[round(horizontal.share(step), 4), f"step {step:.0f}", texts[step]] for step in sorted(texts)]
-    )

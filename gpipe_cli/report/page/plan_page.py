@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.colors import curve_class
 from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.charts import ChartLine, Scale, chart_figure, draw_chart
-from gpipe_cli.report.page.costs import timeline_figures
+from gpipe_cli.report.page.charts import ChartLine, Scale, chart_figure, draw_chart, shape
 from gpipe_cli.report.page.curves import CurvePoint
-from gpipe_cli.report.page.document import cards, section, whole_page
-from gpipe_cli.report.page.html import Child, Html, join, table, tag
+from gpipe_cli.report.page.render import TimelineDrawing, render
 from gpipe_cli.report.page.run_facts import TimelineBar, TimelineFacts
 
 Facts = Mapping[str, Any]
@@ -33,19 +33,21 @@ NOT_SHOWN = 0.02
 def plan_page(summary: Facts, step: StepTimeline | None) -> str:
     """`step` is the best plan's; None if it has too many actions to draw."""
     best, candidates, curve = summary["best"], summary["candidates"], summary["memory_curve"]
-    timeline = None if step is None else timeline_figures({"predicted": _timeline(step)})
-    return whole_page(
+    left_out_ms = best["predicted_ms"] - (1000 * step.seconds if step is not None else 0.0)
+    return render(
+        "plan.html",
         "Plan",
-        [
-            tag("p", {"class": "state"}, _verdict(summary)),
-            _cards(best, summary),
-            section("Candidates by time and memory", _chart(candidates)),
-            section("A step of the best plan", timeline and join([timeline, _left_out(best, step)])),
-            section("What limits it", _limits(best)),
-            section("Bubble against memory", _memory_curve(curve) if curve else None),
-            section("All candidates", _table(candidates)),
-            section("Train with it", tag("pre", {"class": "written"}, summary["paste"])),
-        ],
+        verdict=_verdict(summary),
+        figures=_figures(best, summary),
+        chart=_chart(candidates),
+        timeline=None if step is None else TimelineDrawing({"predicted": _timeline(step)}),
+        left_out_ms=left_out_ms if left_out_ms >= NOT_SHOWN * best["predicted_ms"] else None,
+        best=best,
+        causes=CAUSES,
+        memory_curve=_memory_curve(curve) if curve else None,
+        candidates=candidates,
+        rates=[_rate(each) for each in candidates],
+        train_command=summary["paste"],
     )
 
 
@@ -57,26 +59,16 @@ def _verdict(summary: Facts) -> str:
     return " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
 
 
-def _left_out(best: Facts, step: StepTimeline | None) -> Html | None:
-    """What of the step is not in its timeline."""
-    more = best["predicted_ms"] - (1000 * step.seconds if step is not None else 0.0)
-    if more < NOT_SHOWN * best["predicted_ms"]:
-        return None
-    reason = "the optimizer's update, or waiting until one process has launched all kernels"
-    return tag("p", {"class": "hint"}, f"The timeline leaves out {more:.3g} ms of the step: {reason}.")
-
-
-def _cards(best: Facts, summary: Facts) -> Html:
-    figures = {
+def _figures(best: Facts, summary: Facts) -> dict[str, str]:
+    return {
         "step": f"{best['predicted_ms']:.4g} ms",
         **({"batch size": str(best["batch_size"])} if _differ(summary["candidates"]) else {}),
         "samples per second": _rate(best),
         "peak memory per device": format_value("peak_bytes", best["predicted_peak_bytes"]),
         "bubble": format_value("bubble", best["bubble"]),
         "limited by": str(best["limit"]),
-        "at most shorter by": f"{100 * summary['gap']:.2f} %",
+        "room for improvement": f"{100 * summary['gap']:.2f} %",
     }
-    return cards(figures)
 
 
 def _differ(candidates: Sequence[Facts]) -> bool:
@@ -89,7 +81,7 @@ def _rate(candidate: Facts) -> str:
     return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
 
 
-def _chart(candidates: Sequence[Facts]) -> Html:
+def _chart(candidates: Sequence[Facts]) -> Markup:
     per_sample = _differ(candidates)
     largest = max(candidate["predicted_peak_bytes"] for candidate in candidates)
     unit, size = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
@@ -100,12 +92,11 @@ def _chart(candidates: Sequence[Facts]) -> Html:
         _dot(number, candidate, across.share(ms), up.share(memory))
         for number, (candidate, ms, memory) in enumerate(zip(candidates, times, memories, strict=True))
     ]
-    caption = join(
-        [
-            tag("strong", None, f"{unit} on the fullest device"),
-            f" by milliseconds of a {'sample' if per_sample else 'step'}; 1 is the best plan, and hollow is without a "
-            "pipeline",
-        ]
+    caption = shape(
+        "<strong>{unit} on the fullest device</strong> by milliseconds of a {what}; 1 is the best plan, and hollow is "
+        "without a pipeline",
+        unit=unit,
+        what="sample" if per_sample else "step",
     )
     # The best are drawn last, above the others.
     return chart_figure(
@@ -119,19 +110,30 @@ def _chart(candidates: Sequence[Facts]) -> Html:
     )
 
 
-def _memory_curve(curve: Sequence[Facts]) -> Html:
+def _dot(number: int, candidate: Facts, x: float, y: float) -> Markup:
+    is_best, is_plain = number == 0, candidate["engine"] == "single"
+    text = '<text x="{x}%" y="{y}%" dx="9" dy="4">{number}</text>' if is_best or is_plain else ""
+    return shape(
+        f'<g><title>{{title}}</title><circle class="candidate {{kind}}" cx="{{x}}%" cy="{{y}}%" r="{{r}}"/>{text}</g>',
+        title=f"{number + 1}: {candidate['predicted_ms']:.4g} ms\n{candidate['paste']}",
+        kind="plain" if is_plain else curve_class(0 if is_best else 1),
+        x=100 * x,
+        y=100 * (1 - y),
+        r=6 if is_best else 4,
+        number=number + 1,
+    )
+
+
+def _memory_curve(curve: Sequence[Facts]) -> Markup:
     """The bubble of the best searched order within each memory, as a line."""
     shares, bubbles = [100 * point["share"] for point in curve], [point["bubble"] for point in curve]
     line = ChartLine(
         "bubble", 0, 0, [CurvePoint(x, x, y, y, y) for x, y in zip(shares, bubbles, strict=True)]
     )
     across = Scale.over(shares)
-    caption = join(
-        [
-            tag("strong", None, "bubble of the best order"),
-            " by the memory for activations per device, in percent of what 1f1b keeps (interleaved, where devices have "
-            "several partitions)",
-        ]
+    caption = Markup(
+        "<strong>bubble of the best order</strong> by the memory for activations per device, in percent of what 1f1b "
+        "keeps (interleaved, where devices have several partitions)"
     )
     hover = [
         (
@@ -143,64 +145,6 @@ def _memory_curve(curve: Sequence[Facts]) -> Html:
     ]
     vertical = Scale.over([0.0, *bubbles], margin=0.06)
     return draw_chart("bubble", "bubble against memory", [line], across, vertical, caption, json.dumps(hover))
-
-
-def _dot(number: int, candidate: Facts, x: float, y: float) -> Html:
-    place = {"x": f"{100 * x:.2f}%", "y": f"{100 * (1 - y):.2f}%"}
-    plain = candidate["engine"] == "single"
-    kind = f"candidate {'plain' if plain else curve_class(0 if number == 0 else 1)}"
-    return tag(
-        "g",
-        None,
-        tag("title", None, f"{number + 1}: {candidate['predicted_ms']:.4g} ms\n{candidate['paste']}"),
-        tag("circle", {"class": kind, "cx": place["x"], "cy": place["y"], "r": 6 if number == 0 else 4}),
-        tag("text", {**place, "dx": 9, "dy": 4}, str(number + 1)) if number == 0 or plain else None,
-    )
-
-
-def _table(candidates: Sequence[Facts]) -> Html:
-    headings = (
-        "",
-        "ms",
-        "samples/s",
-        "memory",
-        "bubble",
-        "devices",
-        "batch size",
-        "chunks",
-        "schedule",
-        "checkpoint",
-        "balance",
-        "limit",
-    )
-    return table("candidates", headings, (_cells(number, each) for number, each in enumerate(candidates, 1)))
-
-
-def _cells(number: int, candidate: Facts) -> Sequence[Child]:
-    schedules = {"single": "no pipeline", "offload": "offload"}
-    return (
-        str(number),
-        f"{candidate['predicted_ms']:.4g}",
-        _rate(candidate),
-        format_value("peak_bytes", candidate["predicted_peak_bytes"]),
-        format_value("bubble", candidate["bubble"]),
-        str(candidate["devices"]),
-        str(candidate["batch_size"]),
-        str(candidate["chunks"]),
-        schedules.get(candidate["engine"], str(candidate["schedule"])),
-        "by partition" if isinstance(candidate["checkpoint"], list) else str(candidate["checkpoint"]),
-        str(candidate["balance"]).replace(" ", ""),
-        str(candidate["limit"]),
-    )
-
-
-def _limits(best: Facts) -> Html:
-    rows = sorted(best["limits"].items(), key=lambda item: -item[1])
-    return table(
-        "limits",
-        ("by this much the step would be shorter without", "", "which is"),
-        ((name, f"{100 * share:.1f} %", CAUSES[name]) for name, share in rows),
-    )
 
 
 def _timeline(step: StepTimeline) -> TimelineFacts:

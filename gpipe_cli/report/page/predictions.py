@@ -1,18 +1,15 @@
-"""What a model makes of held-out data: the confusion matrix and some samples of a classifier, the text of a language
-model. Names and texts come from data, and stay text. Images are in the page itself, and nothing but PNG, which a
-browser cannot run."""
+"""What a model makes of held-out data, as its run saved it: the confusion matrix and some samples of a classifier, the
+text of a language model. Images are nothing but PNG in the page itself, which a browser cannot run."""
 
 from __future__ import annotations
 
 import base64
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.html import Child, Html, join, table, tag
 from gpipe_cli.report.page.run_files import as_int, as_list, as_number, as_rows, as_text
 
 MAX_CLASSES = 100
@@ -48,6 +45,12 @@ class SamplePrediction:
     """Addresses of the images of the expected and the predicted mask."""
     text: str
 
+    @property
+    def images(self) -> dict[str, str]:
+        """Name and address of each."""
+        images = [("sample", self.image), *zip(("expected", "predicted"), self.masks, strict=False)]
+        return {name: address for name, address in images if address}
+
 
 @final
 @dataclass(frozen=True)
@@ -65,8 +68,20 @@ class Predictions:
     """The most confused ones, most first."""
     samples: tuple[SamplePrediction, ...]
 
+    @property
+    def mentioned_pairs(self) -> tuple[ConfusedPair, ...]:
+        return self.pairs[:MENTIONED_PAIRS]
+
     def name(self, label: int) -> str:
         return self.names.get(label) or str(label)
+
+    def shade(self, target: int, predicted: int) -> str:
+        """The CSS class of a cell that is not 0: the darker, the larger its share of the row."""
+        counts = self.counts[target]
+        share = counts[predicted] / sum(counts)
+        if target == predicted:
+            return f"hit{max(1, round(LEVELS * share))}"
+        return f"miss{max(1, round(LEVELS * share**0.5))}"
 
 
 @final
@@ -143,107 +158,6 @@ def _sample(row: Mapping[str, Any]) -> SamplePrediction:
         as_png_uri(row.get("image")),
         masks if all(masks) else (),
         as_text(row.get("text")),
-    )
-
-
-def confusion(predictions: Predictions) -> Html | None:
-    """The matrix, or a table of pairs if there are many classes; None if nothing was counted."""
-    if predictions.counts:
-        return join([_mentioned_pairs(predictions), _matrix_table(predictions)])
-    if not predictions.pairs:
-        return None
-    rows = [
-        (predictions.name(pair.target), predictions.name(pair.predicted), f"{pair.times:,}")
-        for pair in predictions.pairs
-    ]
-    return table("pairs-of-classes", ("class", "taken for", "times"), rows)
-
-
-def _mentioned_pairs(predictions: Predictions) -> Html:
-    pairs = [
-        f"{predictions.name(pair.target)} taken for {predictions.name(pair.predicted)} "
-        f"({pair.times:,} of {sum(predictions.counts[pair.target]):,} {predictions.unit})"
-        for pair in predictions.pairs[:MENTIONED_PAIRS]
-    ]
-    text = f"Most often confused: {'; '.join(pairs)}." if pairs else "No class was taken for another."
-    return tag("p", None, f"{text} Each row is a class, each column what the model takes it for.")
-
-
-def _matrix_table(predictions: Predictions) -> Html:
-    classes = range(len(predictions.counts))
-    head = tag(
-        "tr",
-        None,
-        tag("th", None, "class"),
-        *(tag("th", None, predictions.name(label)) for label in classes),
-        tag("th", None, "right"),
-    )
-    rows = (_matrix_row(predictions, target) for target in classes)
-    content = tag("table", {"class": "confusion"}, tag("thead", None, head), tag("tbody", None, *rows))
-    return tag("div", {"class": "scroll", "tabindex": "0"}, content)
-
-
-def _matrix_row(predictions: Predictions, target: int) -> Html:
-    counts = predictions.counts[target]
-    total = sum(counts)
-    cells = []
-    for predicted, count in enumerate(counts):
-        if not count:
-            cells.append(tag("td"))
-            continue
-        share = count / total
-        kind = "hit" if target == predicted else "miss"
-        shade = max(1, round(LEVELS * share ** (1 if target == predicted else 0.5)))
-        names = f"{predictions.name(target)} taken for {predictions.name(predicted)}"
-        hint = f"{names}: {count:,} of {total:,} {predictions.unit}, {100 * share:.1f} %"
-        cells.append(tag("td", {"class": f"{kind}{shade}", "title": hint}, f"{count:,}"))
-    right = format_value("share", counts[target] / total) if total else "-"
-    return tag("tr", None, tag("th", None, predictions.name(target)), *cells, tag("td", None, right))
-
-
-def sample_gallery(predictions: Predictions) -> Html | None:
-    """The samples with what the model makes of them; None if there are none that can be shown."""
-    if not predictions.samples:
-        return None
-    return tag(
-        "div", {"class": "samples"}, *(_sample_figure(predictions, sample) for sample in predictions.samples)
-    )
-
-
-def _sample_figure(predictions: Predictions, sample: SamplePrediction) -> Html:
-    images = [("sample", sample.image), *zip(("expected", "predicted"), sample.masks, strict=False)]
-    pictures: list[Child] = [
-        tag("img", {"src": source, "alt": name, "title": name}) for name, source in images if source
-    ]
-    if sample.text:
-        pictures.append(tag("pre", None, sample.text))
-    caption: list[Child] = [*_verdict(predictions, sample)]
-    if sample.masks:
-        caption = ["sample, expected, predicted"]
-    kind = "masks" if sample.masks else "texts" if sample.text else ""
-    return tag("figure", {"class": f"sample {kind}".rstrip()}, *pictures, tag("figcaption", None, *caption))
-
-
-def _verdict(predictions: Predictions, sample: SamplePrediction) -> Sequence[Child]:
-    if sample.target is None or sample.predicted is None:
-        return ()
-    confidence = "" if sample.confidence is None else f" ({100 * sample.confidence:.0f} %)"
-    predicted = f"{predictions.name(sample.predicted)}{confidence}"
-    if sample.target == sample.predicted:
-        return (tag("span", {"class": "right"}, predicted),)
-    return (
-        tag("span", {"class": "wrong"}, predicted),
-        tag("br"),
-        f"is {predictions.name(sample.target)}",
-    )
-
-
-def text_sample(sample: TextSample) -> Html:
-    return join(
-        [
-            tag("p", None, f"The beginning of a held-out text, continued by the model: {sample.origin}."),
-            tag("pre", {"class": "written"}, tag("span", {"class": "prompt"}, sample.prompt), sample.text),
-        ]
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any, final
 
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.page.curves import MetricCurve, read_curves
-from gpipe_cli.report.page.html import Html, join, table, tag
 from gpipe_cli.report.page.predictions import Predictions, TextSample, read_predictions, read_text_sample
 from gpipe_cli.report.page.run_files import (
     RunFiles,
@@ -84,6 +83,20 @@ class LayerCost:
     saved_bytes: float
     frozen: bool
 
+    @property
+    def cost(self) -> float:
+        return self.forward + self.backward
+
+    @property
+    def bytes(self) -> float:
+        return self.parameter_bytes + self.saved_bytes
+
+    @property
+    def memory(self) -> dict[str, float]:
+        """Bytes by purpose."""
+        saved = {"saved": self.saved_bytes} if self.saved_bytes else {}
+        return {"parameter": self.parameter_bytes, **saved}
+
 
 @final
 @dataclass(frozen=True)
@@ -99,6 +112,10 @@ class PartitionUsage:
     busy: float | None = None
     recompute: float | None = None
     waiting_ms: float | None = None
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.memory.values())
 
 
 @final
@@ -138,6 +155,30 @@ class RunFacts:
     """The rows of a check of the machine."""
     problems: tuple[str, ...] = ()
     """What is wrong with its files."""
+
+    @property
+    def timelines(self) -> dict[str, TimelineFacts]:
+        """By title; empty if no step was recorded."""
+        if self.measured is None:
+            return {}
+        return {**({} if self.ideal is None else {"predicted": self.ideal}), "measured": self.measured}
+
+    @property
+    def memory_purposes(self) -> list[str]:
+        return list(dict.fromkeys(purpose for partition in self.partitions for purpose in partition.memory))
+
+    @property
+    def resume_command(self) -> str:
+        """Empty if there is none."""
+        return next((line for line in self.next_commands.values() if line.startswith("gpipe train ")), "")
+
+    @property
+    def all_commands(self) -> dict[str, str]:
+        """What repeats and continues the run: each purpose with its command."""
+        noun = "check" if self.command == "check" else "run"
+        purpose = "Repeat the run, in this order" if len(self.commands) > 1 else f"Repeat the {noun}"
+        commands = {purpose: "\n".join(self.commands), **self.next_commands}
+        return {purpose: lines for purpose, lines in commands.items() if lines}
 
 
 def read_run(directory: Path) -> RunFacts:
@@ -335,13 +376,3 @@ def verdict_counts(rows: Sequence[CheckRow]) -> dict[str, int]:
     """How many rows have each verdict, for the verdicts that occur."""
     counted = Counter(row.verdict for row in rows)
     return {verdict: counted[verdict] for verdict in VERDICTS if counted[verdict]}
-
-
-def check_table(rows: Sequence[CheckRow]) -> Html:
-    return table("checks", ("verdict", "check", "result"), (_cells(row) for row in rows))
-
-
-def _cells(row: CheckRow) -> tuple[Html, str, Html]:
-    to_do = tag("p", {"class": "to-do"}, row.to_do) if row.to_do else None
-    verdict = tag("span", {"class": f"verdict {row.verdict}".rstrip()}, row.verdict or "-")
-    return verdict, row.name, join([row.result, to_do])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.report.page.document import render_page
 from gpipe_cli.report.page.predictions import (
     MAX_CLASSES,
     as_png_uri,
@@ -15,6 +14,7 @@ from gpipe_cli.report.page.predictions import (
     read_predictions,
     read_text_sample,
 )
+from gpipe_cli.report.page.render import render_page
 from gpipe_cli.report.page.run_facts import read_run
 from tests.report.page.runs import HOSTILE, write_training
 
@@ -41,7 +41,7 @@ def page(tmp_path: Path, name: str, content: dict[str, Any]) -> str:
 def test_a_classifier_has_a_confusion_matrix_and_samples(tmp_path: Path) -> None:
     text = page(tmp_path, "predictions.json", predictions())
     assert "Confusion matrix after step 40" in text
-    assert "dog taken for cat (2 of 2 samples); cat taken for dog (1 of 4 samples)." in text
+    assert "dog predicted as cat (2 of 2 samples); cat predicted as dog (1 of 4 samples)." in text
     matrix = text[text.index('<table class="confusion">') :].split("</table>")[0]
     assert re.findall(r'<td class="(\w+)"[^>]*>(\d+)</td>', matrix) == [
         ("hit4", "3"),

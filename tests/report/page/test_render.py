@@ -2,19 +2,59 @@ from __future__ import annotations
 
 import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 
-from gpipe_cli.report.page.document import GENERATOR, render_page
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_cli.report.formatting import printable
+from gpipe_cli.report.page.charts import join, shape
+from gpipe_cli.report.page.render import GENERATOR, environment, render_page
 from gpipe_cli.report.page.run_facts import read_run
 from gpipe_cli.training.run_directory import lock_run_directory
 from tests.report.page.runs import HOSTILE, write_check, write_profile, write_training
+
+
+class Reader(HTMLParser):
+    """What a browser makes of a page: elements, their attributes, and text."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((name, dict(attributes)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@given(st.text(), st.text())
+def test_whatever_is_given_as_text_or_value_is_read_back_as_such(text: str, value: str) -> None:
+    template = environment().from_string('<p class="{{ value }}">{{ text }}</p>')
+    drawn = shape('<p class="{value}">{text}</p>', value=value, text=text)
+    for page in (drawn, template.render(value=value, text=text)):
+        reader = Reader()
+        reader.feed(page)
+        reader.close()
+        assert reader.elements == [("p", {"class": printable(value)})]
+        assert reader.text == printable(text)
+
+
+def test_shapes_are_not_escaped_again_and_their_numbers_are_short() -> None:
+    inner = shape('<b x="{x}" y="{y}">{text}</b>', x=1 / 3, y=20.0, text="<")
+    assert shape("<p>{inner}{text}</p>", inner=join([inner, ">"]), text="&") == (
+        '<p><b x="0.33" y="20">&lt;</b>&gt;&amp;</p>'
+    )
 
 
 def test_a_page_is_small_whole_and_names_no_other_place(tmp_path: Path) -> None:
     text = render_page([read_run(write_profile(tmp_path / "run"))])
     assert len(text) < 50_000 and GENERATOR in text[:4096]
     assert not re.search(r"https?:|url\(|@import|<link|\bsrc=", text)
-    assert "default-src &#x27;none&#x27;; style-src &#x27;sha256-" in text and "unsafe" not in text
+    assert "default-src &#39;none&#39;; style-src &#39;sha256-" in text and "unsafe" not in text
     assert not re.search(r"\sstyle=|\son\w+=", text), "the policy would refuse it"
 
 
