@@ -53,7 +53,6 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
         )
     offered = {
         "model": ("num_classes", "input_shape", "tokenizer", "say"),
-        "data": ("predicts_numbers",),
         "transform": ("data",),
         "balance": BALANCE_ARGUMENTS,
         "engine": ("spec",),
