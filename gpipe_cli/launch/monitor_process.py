@@ -29,6 +29,7 @@ from gpipe_cli.launch.outcome import leave_exit_code, write_outcome
 from gpipe_cli.launch.rank import leave_reason
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.launch.rank_states import (
+    DIED,
     MISSED_SECONDS,
     RankStates,
     RankStatus,
@@ -152,7 +153,7 @@ class _Monitor:
             step_began,
             is_suspended(self._task.rank_process),
             self._files.read_exit_report(self._task.rank),
-            ended,
+            DIED if ended else "",
             unanswered_addresses() if takes_long else (),
         )
 

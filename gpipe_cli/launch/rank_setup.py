@@ -38,7 +38,7 @@ from gpipe_cli.report.formatting import describe
 LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
 """Parts of torch's messages about a peer that died; torch raises a plain RuntimeError for most of them."""
 SUPERVISOR_MARGIN = 60.0
-"""Seconds added to torch's timeout, so that the supervisor is the first to report that a step takes too long."""
+"""Seconds added to torch's timeout, so that the launcher is the first to report that a step takes too long."""
 PRACTICALLY_FOREVER = timedelta(days=7)
 
 
