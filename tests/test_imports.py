@@ -72,6 +72,7 @@ WITHOUT_TORCH = {
     "training.snapshot.durable",
     "training.snapshot.manifest",
     "schedule",
+    "launch.rank",
     "balance.solver",
     "config.schema",
     "safe_files",

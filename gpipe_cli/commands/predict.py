@@ -12,7 +12,7 @@ from pathlib import Path
 from gpipe_cli.config.schema import PredictConfig
 from gpipe_cli.config.words import override_group
 from gpipe_cli.errors import ConfigError, DataError
-from gpipe_cli.launch.rank_setup import is_main_process, is_rank
+from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.report.output import print_status, print_text
 from gpipe_cli.report.tables import csv_text, print_predictions
 from gpipe_cli.run.data import make_loader

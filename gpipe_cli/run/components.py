@@ -25,7 +25,7 @@ from gpipe_cli.config.schema import (
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.launch.rank_setup import is_rank
+from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import data_arguments
 from gpipe_cli.run.model import check_own_keys, model_arguments, own_keys
@@ -53,7 +53,6 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
         )
     offered = {
         "model": ("num_classes", "input_shape", "tokenizer", "say"),
-        "data": ("predicts_numbers",),
         "transform": ("data",),
         "balance": BALANCE_ARGUMENTS,
         "engine": ("spec",),
