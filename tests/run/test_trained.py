@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ import pytest
 from gpipe_cli.distributed.world import World
 from gpipe_cli.run import components, trained
 from gpipe_cli.training.snapshot import manifest
+from tests.support.command_line import Gpipe
 
 ALLOW = "allow=[tiny_for_tests]"
 
 
 def test_ranks_share_the_verification_and_their_launcher_leaves_it_to_them(
-    tiny: Callable[..., Any],
-    gpipe: Callable[..., Any],
+    tiny: Gpipe,
+    gpipe: Gpipe,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -30,7 +30,7 @@ from gpipe_cli.training.snapshot.manifest import (
 from gpipe_cli.training.snapshot.record import TrainingRecord, versions
 from gpipe_cli.training.snapshot.writing import write_snapshot
 from tests.distributed.cases import Case
-from tests.training.facts import trained
+from tests.support.step_results import trained
 
 FOREVER = timedelta(hours=1)
 SPEC = TrainSpec(steps=4, steps_per_epoch=4, lr=0.1, lr_schedule=Constant(), seed=0)

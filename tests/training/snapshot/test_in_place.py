@@ -24,7 +24,7 @@ from gpipe_cli.training.snapshot.contents import open_snapshot
 from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager
 from gpipe_cli.training.snapshot.manifest import read_snapshot, snapshot_path
 from gpipe_cli.training.snapshot.writing import write_snapshot
-from tests.training.facts import trained
+from tests.support.step_results import trained
 
 SPEC = TrainSpec(steps=4, steps_per_epoch=4, lr=0.1, lr_schedule=Constant(), seed=0)
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from gpipe_cli.training.snapshot import manager, writing
 from gpipe_cli.training.snapshot.contents import open_snapshot
 from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager, check_snapshot_space
 from gpipe_cli.training.snapshot.manifest import newest_valid_snapshot, snapshot_path
-from tests.training.facts import evaluated, trained
+from tests.support.step_results import evaluated, trained
 
 PLAN = TrainSpec(steps=8, steps_per_epoch=2, lr=0.1, lr_schedule=Constant(), seed=0)
 SPEC = TrainSpec(steps=40, steps_per_epoch=10, lr=0.1, lr_schedule=Constant(), seed=0)

@@ -30,8 +30,8 @@ from gpipe_cli.training.snapshot.manifest import (
 )
 from gpipe_cli.training.snapshot.tensors import encode
 from tests.distributed.cases import AVERAGED, Case, run
-from tests.distributed.forked_ranks import exit_codes, run_ranks
-from tests.training.forked_run import DeadlyDisk
+from tests.support.forked_ranks import exit_codes, run_ranks
+from tests.support.forked_run import DeadlyDisk
 from tests.training.snapshot.rank_snapshots import FOREVER, Journey, train, travel, with_rows
 
 PIPE = Case("perceptron", "1f1b", chunks=2)

@@ -22,15 +22,15 @@ from torch import Tensor
 from gpipe_cli.training import metrics, run_directory, signals
 from gpipe_cli.training.metrics import MetricsFile
 from gpipe_cli.training.snapshot import durable, manager
-from tests import faulty
-from tests.sandbox import Sandbox
-from tests.training.forked_run import DeadlyDisk
+from tests.support import faulty
+from tests.support.forked_run import DeadlyDisk
+from tests.support.sandbox import Sandbox
 
 ALLOW = "allow=[tests]"
 TRAIN = (
     "train",
-    "model._target_=tests.faulty.model",
-    "data._target_=tests.faulty.data",
+    "model._target_=tests.support.faulty.model",
+    "data._target_=tests.support.faulty.data",
     ALLOW,
     "transform=none",
     "batch_size=6",
