@@ -19,12 +19,13 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gpipe_cli.training import metrics, run_directory, signals
+from gpipe_cli.runs import directory as run_directory
+from gpipe_cli.runs.snapshots import durable, manager
+from gpipe_cli.training import metrics, signals
 from gpipe_cli.training.metrics import MetricsFile
-from gpipe_cli.training.snapshot import durable, manager
 from tests import faulty
+from tests.runs.forked_run import DeadlyDisk
 from tests.sandbox import Sandbox
-from tests.training.forked_run import DeadlyDisk
 
 ALLOW = "allow=[tests]"
 TRAIN = (

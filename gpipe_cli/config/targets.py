@@ -5,7 +5,7 @@ anything, and judges the imported object again. From gpipe_cli, a group accepts 
 files under conf/ name, so a new component is still one .py and one .yaml. From torch and torchvision it accepts a
 kind of object: layers, losses, optimizers, registered model builders. The module that a name sits in proves nothing:
 `torch.nn` also contains `torch`, and `gpipe_cli.engines` also contains functions that open files. The few functions
-that a list of layers may call (`{call: torch.flatten}`) are listed in run/model.py.
+that a list of layers may call (`{call: torch.flatten}`) are listed in build/model.py.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.run import saved_run
-from gpipe_cli.run import trained as trained_model
+from gpipe_cli.inference import trained as trained_model
+from gpipe_cli.runs import saved as saved_run
 
 Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"

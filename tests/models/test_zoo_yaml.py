@@ -11,7 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gpipe_cli.run.model import WEIGHTS_KEYS
+from gpipe_cli.build.model import WEIGHTS_KEYS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 OURS = ("amoebanetd", "gpt", "mlp", "unet", "unet_standard")
