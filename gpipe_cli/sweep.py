@@ -42,6 +42,7 @@ from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import override_key, quote_override, quoted, sets_hydra, sets_key, without_keys
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.jobs import run_job
+from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.process_lifetime import temporary_folder
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
@@ -49,7 +50,6 @@ from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.sweep_results import JobResult, print_sweep, print_sweep_json
 from gpipe_cli.runs.directory import lock_run_directory, make_run_directory, write_json
 from gpipe_cli.sweep_job import Task, sharing_stops
-from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_immediately
 from gpipe_cli.values import lower_is_better
 
@@ -204,7 +204,7 @@ class _Sweep:
     def check(self) -> None:
         """Refuse what the sweeper or the launcher cannot do, before anything is written."""
         words, launcher = self.request.words, self.node.launcher
-        if torchrun.is_rank():
+        if is_rank():
             raise ConfigError("-m: a sweep starts its runs itself; leave torchrun out")
         if sets_key(self.swept, "run_dir"):
             raise ConfigError("run_dir: a sweep has one directory, with a folder for each job; give one name")

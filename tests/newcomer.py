@@ -174,12 +174,6 @@ def _write_files(session: UserSession) -> None:
 
 
 def _train_on_own_data(session: UserSession) -> None:
-    rows = [f"{x},{x * x % 7},{'even' if x % 2 == 0 else 'odd'},{0.5 * x}" for x in range(120)]
-    session.write("table.csv", "\n".join(["a,b,parity,half", *rows]) + "\n")
-    words = "model=mlp data=csv data.path=table.csv data.features=[a,b] epochs=2 batch_size=16"
-    session.run(f"gpipe train {words} data.target=parity run_dir=parity")
-    session.run(f"gpipe train {words} data.target=half loss=mse run_dir=half")
-    session.run("gpipe predict run=parity input=table.csv --json")
     session.write_images("pictures", classes=("circle", "square", "star"), images=10)
     # 30 images with a batch norm: the last mini-batch is a short one.
     words = "data=image_folder data.path=pictures data.size=32 data.validation=0.2 batch_size=7"

@@ -34,8 +34,6 @@ EXAMPLES = [
     TOP / "examples" / "your_own_model" / "mynet.py",
     TOP / "examples" / "your_own_data" / "mydata.py",
     TOP / "examples" / "your_own_data" / "sentences.py",
-    TOP / "examples" / "your_own_data" / "flowers.csv",
-    TOP / "examples" / "your_own_data" / "houses.csv",
     TOP / "examples" / "your_own_parts" / "myparts.py",
 ]
 RUN = "<the run's directory>"

@@ -57,7 +57,10 @@ def test_the_overview_names_every_command_and_four_examples_in_45_lines() -> Non
 
 LINES = [
     *(f"{command} --help" for command in COMMANDS),
-    *(f"train {option} --help" for option in ("model=hf", "data=csv", "engine=offload", "recipe=vit_digits")),
+    *(
+        f"train {option} --help"
+        for option in ("model=hf", "data=jsonl", "engine=offload", "recipe=vit_digits")
+    ),
     "train --help model",
     "train --help e",
 ]

@@ -79,6 +79,7 @@ WITHOUT_TORCH = {
     "runs.snapshots.durable",
     "runs.snapshots.manifest",
     "schedule",
+    "launch.rank",
     "balance.solver",
     "config.schema",
     "safe_files",

@@ -28,9 +28,6 @@ def make_images() -> None:
     Path("photos").mkdir()
     Image.linear_gradient("L").resize((90, 70)).save("photos/1.jpg")
     Image.new("RGBA", (50, 80), (*COLORS["dog"], 99)).save("photos/2.png")
-    Path("rows.csv").write_text(
-        "width,height,kind\n1,2,a\n2,1,b\n3,4,a\n4,3,b\n5,6,a\n6,5,b\n", encoding="utf-8"
-    )
 
 
 def shortened(line: str) -> list[str]:

@@ -28,7 +28,7 @@ from gpipe_cli.config.schema import (
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.launch.rank_setup import is_rank
+from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.report.output import print_status
 
 # What a balance method may take as arguments; `within` is the memory model if there is a limit to respect.
@@ -53,7 +53,6 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
         )
     offered = {
         "model": ("num_classes", "input_shape", "tokenizer", "say"),
-        "data": ("predicts_numbers",),
         "transform": ("data",),
         "balance": BALANCE_ARGUMENTS,
         "engine": ("spec",),

@@ -166,9 +166,8 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
     keys, numbers = {}, None
     if data is None:
         keys = split_keys(settings)
-        # Data whose targets may be classes or numbers, such as a column of a table, asks what the loss needs.
         numbers = predicts_numbers(instantiate(settings.loss, "loss", settings.allow))
-        data = instantiate(data_arguments(settings), "data", settings.allow, predicts_numbers=numbers)
+        data = instantiate(data_arguments(settings), "data", settings.allow)
     if not isinstance(data, Data):
         raise ConfigError(
             f"data._target_={settings.data['_target_']}: returns a {type(data).__name__}; "

@@ -36,8 +36,9 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.heartbeat import HeartbeatEngine, Heartbeats
 from gpipe_cli.launch.launcher import launch_ranks
+from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.launch.rank_files import RankTask
-from gpipe_cli.launch.rank_setup import connect_ranks, connected_files, describe_ranks, is_rank
+from gpipe_cli.launch.rank_setup import connect_ranks, connected_files, describe_ranks
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.chosen_order import has_own_order, order_from_text, order_text
 from gpipe_cli.schedule.files import FixedOrder

@@ -25,9 +25,9 @@ from gpipe_cli.distributed.groups import backends_for
 from gpipe_cli.errors import ConfigError, GpipeError, Interrupted
 from gpipe_cli.launch.fork_server import program
 from gpipe_cli.launch.heartbeat import Heartbeats
+from gpipe_cli.launch.rank import run_rank
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
-from gpipe_cli.launch.rank_process import run_rank
 from gpipe_cli.launch.rank_setup import connect_ranks
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.torch_internals.cuda_sanitizer import find_races, offers_sanitizer

@@ -18,7 +18,7 @@ from gpipe_cli.inference.inputs import find_files
 from gpipe_cli.inference.predict import MaskFolder, Predictor, Row, check_out, open_inputs
 from gpipe_cli.inference.spec import SEGMENTATION, InferenceSpec
 from gpipe_cli.inference.trained import TrainedModel, saved_spec, use_trained, with_saved_settings
-from gpipe_cli.launch.rank_setup import is_main_process, is_rank
+from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.report.output import print_status, print_text
 from gpipe_cli.report.tables import csv_text, print_predictions
 from gpipe_cli.runs.snapshots.durable import write_file

@@ -32,7 +32,8 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.inference.spec import write_spec
 from gpipe_cli.launch.outcome import recorded_outcome
-from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, is_main_process, lost_peer_as_peer_error
+from gpipe_cli.launch.rank import is_main_process
+from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, lost_peer_as_peer_error
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.model_tables import (

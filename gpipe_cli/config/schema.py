@@ -236,7 +236,7 @@ class EvalConfig(TrainedConfig):
 @dataclass
 class PredictConfig(TrainedConfig):
     input: Any = None
-    """What to predict: a folder of images, an image or CSV file, a pattern such as 'photos/*.jpg', or a list."""
+    """What to predict: a folder of images, an image, a pattern such as 'photos/*.jpg', or a list."""
     top: int = 3
     """How many of the likeliest classes to show for each input."""
     out: str | None = None

@@ -28,6 +28,12 @@ from gpipe_cli.huggingface import import_package
 
 DATASETS = ("FakeData", "ImageFolder", "MNIST", "FashionMNIST", "KMNIST")
 """The torchvision datasets that unpickle nothing but tensors."""
+REMOVED_TABLES = (
+    "data=csv and predictions for tables were removed from gpipe; read the rows with a dataset of your own, such as "
+    "data=mydata:build"
+)
+REMOVED = {"gpipe_cli.data.csv_table.build": REMOVED_TABLES}
+"""Targets that runs of earlier versions name, and what is left to do."""
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no private segment
 
 
@@ -67,6 +73,8 @@ def check_target_name(path: str, target: Any, group: str, allow: Sequence[str]) 
         raise ConfigError(
             f"{path}={target}: give the dotted name of a class or function, such as mypkg.net.build"
         )
+    if target in REMOVED:
+        raise ConfigError(f"{path}={target}: {REMOVED[target]}")
     if not accepts_name(target, group) and not is_trusted(target, allow):
         raise ConfigError(_refusal(f"{path}={target}: ", group, target))
 

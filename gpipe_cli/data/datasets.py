@@ -75,8 +75,6 @@ class Data:
     """What a user should know about how samples were made, a line each."""
     class_names: tuple[str, ...] | None = None
     """In the order of the labels; None if the classes have no names, or if targets are no classes."""
-    feature_names: tuple[str, ...] | None = None
-    """Those of the numbers of an input, where they are columns of a table."""
 
     def __post_init__(self) -> None:
         if self.class_names is not None and len(self.class_names) != self.classes:
@@ -170,13 +168,6 @@ def read_bytes(path: Path, limit: int) -> bytearray:
         raise DataError(f"{path}: damaged or unreadable ({error})") from error
 
 
-@runtime_checkable
-class MeasuredSamples(Protocol):
-    """Samples whose inputs are normalized by statistics, which must be those of the samples that are trained on."""
-
-    def mean_and_std(self, indices: Tensor, /) -> tuple[tuple[float, ...], tuple[float, ...]]: ...
-
-
 @final
 @dataclass(frozen=True)
 class SplitData:
@@ -198,7 +189,7 @@ def hold_out(data: Data, fraction: float | None, seed: int) -> SplitData:
             f"data.validation={fraction}: must be between 0 and 1, or null; 0.1 holds out a tenth of the samples"
         )
     if fraction is None and data.test is not None:
-        return SplitData(_measured(data, torch.arange(len(data.train))), None, None)
+        return SplitData(data, None, None)
     fraction = DEFAULT_FRACTION if fraction is None else fraction
     length = len(data.train)
     if length < 2:
@@ -209,7 +200,6 @@ def hold_out(data: Data, fraction: float | None, seed: int) -> SplitData:
     order = torch.cat([order[order != data.longest], torch.tensor([data.longest])])
     held_out, kept = (part.sort().values for part in (order[:count], order[count:]))
     validation = subset(data.train, held_out)
-    data = _measured(data, kept)
     note = (
         f"data.validation={fraction}: holding out {count} of {length} training samples, chosen by seed={seed}"
     )
@@ -222,13 +212,6 @@ def hold_out(data: Data, fraction: float | None, seed: int) -> SplitData:
         longest=int(torch.searchsorted(kept, data.longest)),
     )
     return SplitData(divided, validation, note)
-
-
-def _measured(data: Data, kept: Tensor) -> Data:
-    if not isinstance(data.train, MeasuredSamples):
-        return data
-    mean, std = data.train.mean_and_std(kept)
-    return replace(data, mean=mean, std=std)
 
 
 def subset(samples: Samples, indices: Tensor) -> Samples:

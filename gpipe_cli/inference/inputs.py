@@ -1,4 +1,4 @@
-"""What `gpipe predict` is given: find images and CSV files, and read them as training did for evaluation."""
+"""What `gpipe predict` is given: find images, and read them as training did for evaluation."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import glob
 import json
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from gpipe_cli.data.csv_table import open_table
 from gpipe_cli.data.datasets import resize
 from gpipe_cli.data.image_folder import SUFFIXES, center_crop, read_image
 from gpipe_cli.data.transforms import Transform
@@ -23,8 +21,6 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import DataError
 from gpipe_cli.inference.spec import SEGMENTATION, InferenceSpec
 from gpipe_cli.pytree import ModelInput
-
-DELIMITERS = (",", ";", "\t")
 
 
 @final
@@ -39,26 +35,8 @@ class InputFile:
 @dataclass(frozen=True)
 class PreparedInput:
     input: ModelInput
-    size: tuple[int, int] = (0, 0)
-    """Width and height of an image, as it is in its file."""
-
-
-class Inputs(Protocol):
-    """What to predict, by index."""
-
-    def __len__(self) -> int: ...
-
-    def file(self, index: int) -> InputFile: ...
-
-    def label(self, index: int) -> dict[str, Any]:
-        """What tells it from the others, as JSON."""
-
-    def read(self, index: int) -> PreparedInput:
-        """Raise DataError if it cannot be read."""
-
-    @property
-    def zeros(self) -> ModelInput:
-        """The input of a sample that only another process could read."""
+    size: tuple[int, int]
+    """Width and height of the image, as it is in its file."""
 
 
 def find_files(given: Any, world: World) -> list[InputFile]:
@@ -123,14 +101,13 @@ class Images:
     def file(self, index: int) -> InputFile:
         return self._files[index]
 
-    def label(self, index: int) -> dict[str, Any]:
-        return {"file": str(self._files[index].path)}
-
     @property
     def zeros(self) -> ModelInput:
+        """The input of a sample that only another process could read."""
         return transformed(torch.zeros(self._channels, self._height, self._width), self._transform)
 
     def read(self, index: int) -> PreparedInput:
+        """Raise DataError if it cannot be read."""
         with warnings.catch_warnings():
             # PIL warns of images above its limit, and refuses only those of twice the limit.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -145,72 +122,3 @@ class Images:
 
 def transformed(input: Tensor, transform: Transform | None) -> ModelInput:
     return input if transform is None else transform(input, None)
-
-
-@final
-class TableRows:
-    """The rows of CSV files: the columns that the model was trained with, found by their names."""
-
-    def __init__(
-        self, features: tuple[str, ...], files: list[InputFile], transform: Transform | None
-    ) -> None:
-        self._features, self._transform = features, transform
-        self._rows: list[tuple[InputFile, int, Tensor | DataError]] = []
-        for file in files:
-            self._read(file)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def file(self, index: int) -> InputFile:
-        return self._rows[index][0]
-
-    def label(self, index: int) -> dict[str, Any]:
-        file, line, _ = self._rows[index]
-        return {"file": str(file.path), "line": line}
-
-    @property
-    def zeros(self) -> ModelInput:
-        return transformed(torch.zeros(len(self._features)), self._transform)
-
-    def read(self, index: int) -> PreparedInput:
-        row = self._rows[index][2]
-        if isinstance(row, DataError):
-            raise row
-        return PreparedInput(transformed(row, self._transform))
-
-    def _read(self, file: InputFile) -> None:
-        delimiter, header = self._format(file)
-        with open_table("input", str(file.path), delimiter, header=header) as table:
-            columns = [table.column("input", name) for name in self._features]
-            for row in table.rows():
-                try:
-                    value: Tensor | DataError = torch.tensor(table.numbers(row, columns))
-                except DataError as error:
-                    value = error
-                self._rows.append((file, row.line, value))
-
-    def _format(self, file: InputFile) -> tuple[str, bool]:
-        """The first delimiter with which the file has all columns; without a header, columns are called by number."""
-        numbered = all(name.isdecimal() for name in self._features)
-        formats = [
-            (delimiter, header) for header in (True, False) if header or numbered for delimiter in DELIMITERS
-        ]
-        problem: DataError | None = None
-        for delimiter, header in formats:
-            try:
-                with open_table("input", str(file.path), delimiter, header=header) as table:
-                    if set(self._features) <= set(table.columns):
-                        return delimiter, header
-                    problem = problem or self._lacks(file, table.columns)
-            except DataError as error:
-                problem = problem or DataError(f"{error}; this model takes the rows of CSV files")
-        assert problem is not None, "there is a format"
-        raise problem
-
-    def _lacks(self, file: InputFile, columns: Sequence[str]) -> DataError:
-        name = next(name for name in self._features if name not in columns)
-        return DataError(
-            f"input={file.path}: lacks the column '{name}', which the model was trained with; it has "
-            f"{', '.join(columns[:20])}"
-        )

@@ -18,7 +18,7 @@ from gpipe_cli.data.transforms import Transform
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, DataError, NumericError
-from gpipe_cli.inference.inputs import Images, InputFile, Inputs, PreparedInput, TableRows
+from gpipe_cli.inference.inputs import Images, InputFile, PreparedInput
 from gpipe_cli.inference.spec import CLASSIFICATION, OTHER, SEGMENTATION, InferenceSpec
 from gpipe_cli.losses.measures import main_scores
 from gpipe_cli.pytree import ModelInput, flatten, unflatten
@@ -43,7 +43,7 @@ class Predictor:
     masks: MaskFolder | None
     """Where the masks of a segmentation go; only rank 0 writes them."""
 
-    def predict(self, inputs: Inputs, batch_size: int) -> Iterator[Row]:
+    def predict(self, inputs: Images, batch_size: int) -> Iterator[Row]:
         """A row per input, in order."""
         for begin in range(0, len(inputs), batch_size):
             batch = range(begin, min(begin + batch_size, len(inputs)))
@@ -59,12 +59,13 @@ class Predictor:
             ]
             outputs = iter(self.engine.predict(_stacked(tensors), self._results) if tensors else ())
             for index, sample, error in zip(batch, samples, errors, strict=True):
+                file = inputs.file(index)
                 if error is None:
-                    yield {**inputs.label(index), **self._row(inputs.file(index), sample, next(outputs))}
+                    yield {"file": str(file.path), **self._row(file, sample, next(outputs))}
                     continue
                 if self.world.is_rank_zero:
                     print_status(f"skipped {error}")
-                yield {**inputs.label(index), "error": error}
+                yield {"file": str(file.path), "error": error}
 
     def _results(self, output: Any) -> Tensor:
         """What the process with the last layer sends to the others: probabilities, numbers, or a class per pixel."""
@@ -117,15 +118,13 @@ class Predictor:
         return str(index) if names is None or index >= len(names) else names[index]
 
 
-def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Inputs:
+def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Images:
     """The files as inputs of a model."""
-    if spec.feature_names is not None:
-        return TableRows(spec.feature_names, files, transform)
     if spec.task == OTHER or len(spec.shape) != 3 or spec.shape[0] not in (1, 3):
         shape = "x".join(map(str, spec.shape))
         raise ConfigError(
-            f"input: gpipe predict reads images and CSV files, and the inputs of this model (shape {shape}) are "
-            "neither; for text use gpipe generate"
+            f"input: gpipe predict reads images, and the inputs of this model (shape {shape}) are none; for text use "
+            "gpipe generate"
         )
     return Images(spec, files, transform)
 
@@ -140,7 +139,7 @@ def check_out(spec: InferenceSpec, out: str | None) -> None:
         raise ConfigError(f"out={out}: gpipe writes predictions as CSV; give a name that ends in .csv")
 
 
-def _read(inputs: Inputs, index: int) -> PreparedInput | str:
+def _read(inputs: Images, index: int) -> PreparedInput | str:
     """The input, or why it cannot be read."""
     try:
         return inputs.read(index)

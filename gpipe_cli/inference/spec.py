@@ -22,9 +22,10 @@ from gpipe_cli import __version__
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.step import make_loss
 from gpipe_cli.config.schema import ModelConfig
+from gpipe_cli.config.targets import REMOVED_TABLES
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.transforms import Normalize
-from gpipe_cli.errors import RunError
+from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.mse import MeanSquaredError
 from gpipe_cli.redaction import redacted
@@ -63,8 +64,6 @@ class InferenceSpec:
     """With its `_target_`, as in a configuration; so are the other two components."""
     transform: dict[str, Any]
     loss: dict[str, Any]
-    feature_names: tuple[str, ...] | None = None
-    """The columns of a table that the numbers of an input are; None if inputs are something else."""
     gpipe: str = __version__
     """The version that wrote it."""
 
@@ -87,7 +86,6 @@ class InferenceSpec:
             model={key: value for key, value in settings.model.items() if key not in LOADING_KEYS},
             transform=dict(settings.transform),
             loss=dict(settings.loss),
-            feature_names=data.feature_names,
         )
 
     def to_text(self) -> str:
@@ -109,11 +107,8 @@ class InferenceSpec:
         names = content["class_names"]
         if names is not None and not (_is_list_of(names, str) and len(names) == classes):
             raise ValueError(f"class_names={reprlib.repr(names)} are not the names of {classes} classes")
-        features = content["feature_names"]
-        if features is not None and not (_is_list_of(features, str) and (len(features),) == shape):
-            raise ValueError(
-                f"feature_names={reprlib.repr(features)} do not fit inputs of the shape {list(shape)}"
-            )
+        if content.get("feature_names") is not None:  # earlier versions wrote the columns of a table
+            raise ConfigError(REMOVED_TABLES)
         for name in ("task", "gpipe"):
             if not isinstance(content[name], str):
                 raise ValueError(f"{name}={reprlib.repr(content[name])} is not text")
@@ -129,7 +124,6 @@ class InferenceSpec:
             std=_statistics(content, "std", shape),
             target_shape=_sizes(content, "target_shape"),
             **{name: content[name] for name in COMPONENTS},
-            feature_names=None if features is None else tuple(features),
             gpipe=content["gpipe"],
         )
 
@@ -145,7 +139,6 @@ class InferenceSpec:
             mean=self.mean,
             std=self.std,
             class_names=self.class_names,
-            feature_names=self.feature_names,
         )
 
 

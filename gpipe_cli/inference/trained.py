@@ -30,7 +30,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
 from gpipe_cli.inference.spec import COMPONENTS, InferenceSpec, spec_of_run, spec_of_weights
-from gpipe_cli.launch.rank_setup import is_main_process, is_rank
+from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.saved import (

@@ -126,8 +126,7 @@ def print_predictions(rows: Rows) -> None:
         best, *others = row["classes"]
         then = ", ".join(f"{entry['class']} {_percent(entry[measure])}" for entry in others)
         masks = [row.get("mask")] if has_masks else []
-        file = f"{row['file']}:{row['line']}" if "line" in row else row["file"]
-        table.append((file, *masks, best["class"], _percent(best[measure]), then))
+        table.append((row["file"], *masks, best["class"], _percent(best[measure]), then))
     columns = ["file", *(["mask"] if has_masks else []), "class", measure, "then"]
     print_rows(_title(rows), columns, table, optional=("then",))
 
@@ -144,7 +143,7 @@ def _flat(rows: Rows) -> tuple[list[str], list[list[Any]]]:
     """The names of the columns, and the values of each row."""
     records = []
     for row in rows:
-        record = {name: row[name] for name in ("file", "line", "mask") if name in row}
+        record = {name: row[name] for name in ("file", "mask") if name in row}
         outputs = row.get("outputs", [])
         record |= {
             _column("prediction", place, len(outputs) > 1): output for place, output in enumerate(outputs)

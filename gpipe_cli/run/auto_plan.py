@@ -21,7 +21,7 @@ from gpipe_cli.config.schema import AutoPlanConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.launch.rank_setup import is_rank
+from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.plan.prediction import OFFLOAD, advice
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.planning import Planner

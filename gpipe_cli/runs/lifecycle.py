@@ -22,7 +22,8 @@ from gpipe_cli.config.schema import CostConfig, EngineConfig, TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.errors import RunError
-from gpipe_cli.launch.rank_setup import connected_files, is_rank
+from gpipe_cli.launch.rank import is_rank
+from gpipe_cli.launch.rank_setup import connected_files
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.profiling.partition_memory import resident_memory
 from gpipe_cli.report.environment import environment

@@ -30,7 +30,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
 from gpipe_cli.launch.outcome import recorded_outcome
-from gpipe_cli.launch.rank_setup import is_main_process, is_rank
+from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.run.chosen_order import saved_order
 from gpipe_cli.runs.directory import lock_run_directory, resumed_directory
 from gpipe_cli.runs.saved import saved_config, select_snapshot, warn_of_damaged, with_overrides

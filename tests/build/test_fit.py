@@ -32,8 +32,8 @@ class Samples:
         return torch.full((4,), float(index)), targets[self.kind]
 
 
-def data(kind: str, classes: int = 3) -> Data:
-    return Data(Samples(kind, 8), Samples(kind, 4), classes=classes, shape=(4,))
+def data(kind: str, classes: int = 3, samples: int = 8, test: bool = True) -> Data:
+    return Data(Samples(kind, samples), Samples(kind, 4) if test else None, classes=classes, shape=(4,))
 
 
 def model(outputs: int = 3) -> nn.Sequential:
@@ -119,19 +119,18 @@ def test_probabilities_train_with_cross_entropy_and_numbers_with_mse(own: Gpipe)
     assert own("numbers", *small, "data.classes=1", "loss=mse").code == 0
 
 
-def test_a_run_on_a_table_evaluates_on_the_samples_it_held_out(gpipe: Gpipe, tmp_path: Path) -> None:
-    rows = "".join(f"{row},{row % 3},{row * 0.5}\n" for row in range(45))
-    (tmp_path / "table.csv").write_text(f"a,b,price\n{rows}")
-    words = ("model=mlp", "model.width=4", "data=csv", "data.path=table.csv", "data.target=price", "loss=mse")
-    words = (*words, "batch_size=8", "data.validation=0.2", "data.drop_last=true", "seed=7", "run_dir=run")
-    trained = gpipe("train", *words, "epochs=2", "snapshot.monitor=null", "--json").json
-    assert trained["steps"] == 8, "36 samples make 4 mini-batches, and the rest is left out"
+def test_a_run_without_a_test_set_evaluates_on_the_samples_it_held_out(own: Gpipe, gpipe: Gpipe) -> None:
+    words = ("model=mlp", "model.width=4", "loss=mse", "data.classes=1", "data.samples=47", "data.test=false")
+    words = (*words, "data.validation=0.2", "data.drop_last=true", "seed=7", "run_dir=run")
+    trained = own("numbers", *words, "snapshot.monitor=null", "--json").json
+    assert trained["steps"] == 9, "38 samples make 9 mini-batches, and the rest is left out"
+    allow = "allow=[own_for_tests]"
     for split in ("test", "validation"):
-        evaluated = gpipe("eval", "run=run", f"split={split}", "--json").json
+        evaluated = gpipe("eval", "run=run", f"split={split}", allow, "--json").json
         assert (evaluated["samples"], evaluated["loss"]) == (9, trained["loss"])
-    # An evaluation leaves nothing out, even with mini-batches that no 36 samples fill.
-    assert gpipe("eval", "run=run", "batch_size=99", "--json").json["samples"] == 9
-    resumed = gpipe("train", "resume=run", "epochs=3", "data.validation=0.3")
+    # An evaluation leaves nothing out, even with mini-batches that no 38 samples fill.
+    assert gpipe("eval", "run=run", "batch_size=99", allow, "--json").json["samples"] == 9
+    resumed = gpipe("train", "resume=run", "epochs=3", "data.validation=0.3", allow)
     assert resumed.code == 2 and "data.validation=0.3: the run was started with 0.2" in resumed.err
 
 

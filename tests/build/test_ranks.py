@@ -16,8 +16,9 @@ from gpipe_cli.build.ranks import settings_for_rank
 from gpipe_cli.config.job import Job, Rank
 from gpipe_cli.config.schema import ScheduleConfig, TrainConfig
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError
+from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_files import RankFiles
-from gpipe_cli.launch.rank_setup import describe_ranks, is_main_process
+from gpipe_cli.launch.rank_setup import describe_ranks
 from gpipe_cli.runs.resume import load_resumed_run
 
 JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", False, json=True, dry_run=False)

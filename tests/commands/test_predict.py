@@ -258,43 +258,19 @@ def test_text_is_left_to_generate(gpipe: Gpipe, tmp_path: Path) -> None:
     answer = gpipe("predict", "run=run", "input=a.png")
     assert (
         answer.code == 2
-        and "the inputs of this model (shape 8) are neither; for text use gpipe generate" in answer.err
+        and "the inputs of this model (shape 8) are none; for text use gpipe generate" in answer.err
     )
 
 
-def test_rows_of_a_table_are_predicted_by_the_names_of_their_columns(gpipe: Gpipe, tmp_path: Path) -> None:
-    rows = [f"{index},{index % 2},{index * 3},{'ab'[index % 2]}" for index in range(12)]
-    (tmp_path / "rows.csv").write_text("\n".join(["x,y,z,kind", *rows]) + "\n")
-    words = (
-        "model=mlp",
-        "model.width=4",
-        "model.depth=1",
-        "data=csv",
-        "data.path=rows.csv",
-        "data.target=kind",
-    )
-    trained = gpipe("train", *words, "data.ignore=[z]", "batch_size=4", "steps=2", "threads=1", "run_dir=run")
-    assert trained.code == 0, trained.err
-    assert gpipe("export", "run=run", "out=model.safetensors").code == 0
-    # Columns in another order, no target, another delimiter, and a row that is no row of numbers.
-    (tmp_path / "new.csv").write_text("y;other;x\n1;a;3\n0;b;4\n?;c;5\n1;d;7\n")
-    answer = gpipe("predict", "weights=model.safetensors", "input=new.csv", "threads=1", "--json")
-    assert answer.code == 3 and "skipped new.csv, line 4, column 'y': is missing" in answer.err
-    predictions = answer.json["predictions"]
-    assert [(row["line"], row["file"]) for row in predictions] == [
-        (2, "new.csv"),
-        (3, "new.csv"),
-        (5, "new.csv"),
-    ]
-    assert {entry["class"] for row in predictions for entry in row["classes"]} == {"a", "b"}
-    (tmp_path / "same.csv").write_text("\n".join(["x,y,z,kind", rows[3], rows[4], rows[7]]) + "\n")
-    same = gpipe("predict", "run=run", "input=same.csv", "--json").json["predictions"]
-    assert [row["classes"] for row in same] == [row["classes"] for row in predictions]
-    out = gpipe("predict", "run=run", "input=same.csv").out.splitlines()
-    assert out[0].startswith("file,line,class,probability,class_2") and out[1].startswith("same.csv,2,")
-    (tmp_path / "wrong.csv").write_text("x,q\n1,2\n")
-    answer = gpipe("predict", "run=run", "input=wrong.csv")
-    assert (
-        answer.code == 3
-        and "input=wrong.csv: lacks the column 'y', which the model was trained with" in answer.err
-    )
+def test_a_run_on_a_table_says_that_tables_were_removed(gpipe: Gpipe, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "run", tmp_path / "old")
+    config = tmp_path / "old/config.yaml"
+    text = config.read_text()
+    assert text.count("gpipe_cli.data.digits.build") == 1
+    config.write_text(text.replace("gpipe_cli.data.digits.build", "gpipe_cli.data.csv_table.build"))
+    spec = tmp_path / "old/inference.json"
+    spec.write_text(json.dumps({**json.loads(spec.read_text()), "feature_names": ["width", "height"]}))
+    for words in (["train", "resume=old"], ["eval", "run=old"], ["predict", "run=old", "input=a.csv"]):
+        answer = gpipe(*words)
+        assert answer.code == 2 and answer.err.count("\n") == 1, answer.err
+        assert "data=csv and predictions for tables were removed from gpipe; read the rows" in answer.err

@@ -49,7 +49,6 @@ def combinations() -> list[list[str]]:
 def test_every_yaml_composes(choices: list[str]) -> None:
     needed = {
         "data=pair": ["data.train={}", "data.test={}", "data.classes=2"],
-        "data=csv": ["data.path=table.csv", "data.target=price"],
         "data=jsonl": ["data.path=chats.jsonl"],
         "model=hf": ["model.path=llama"],
         "schedule=file": ["schedule.path=order.csv"],

@@ -40,7 +40,6 @@ OURS = {
             "cifar",
             "digits",
             "image_folder",
-            "csv_table",
             "jsonl",
             "mnist",
             "pair",

@@ -36,7 +36,6 @@ def test_its_keys_are_those_of_the_builder_with_the_same_defaults(path: Path) ->
     given_by_the_command = [
         "data",
         "input_shape",
-        "predicts_numbers",
         "say",
         *(["num_classes"] if "vocabulary" in keys else []),
     ]

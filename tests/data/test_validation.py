@@ -27,9 +27,6 @@ class Batches(Numbers):
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         return indices.float().unsqueeze(1).expand(-1, 2), indices
 
-    def mean_and_std(self, indices: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        return (float(indices.float().mean()),), (float(len(indices)),)
-
 
 def data(samples: Samples, test: Samples | None = None) -> Data:
     return Data(samples, test, classes=30, shape=(2,), longest=7)
@@ -70,12 +67,6 @@ def test_with_a_test_set_training_evaluates_on_what_it_holds_out_and_leaves_the_
     divided = hold_out(data(Numbers(30), test), 0.1, seed=0)
     assert divided.data.test is test and len(targets(divided.validation)) == 3
     assert len(divided.data.train) == 27
-
-
-def test_inputs_are_normalized_by_the_statistics_of_what_is_trained_on() -> None:
-    divided = hold_out(data(Batches(10)), 0.3, seed=0).data
-    assert divided.std == (7.0,) and divided.mean == (pytest.approx(sum(targets(divided.train)) / 7),)
-    assert hold_out(data(Batches(10), Numbers(2)), None, seed=0).data.mean == (4.5,)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, float("nan")])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from gpipe_cli.torch_internals.torchrun import follows, leave_reason
+from gpipe_cli.launch.rank import is_main_process, leave_reason
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, reason: Path | str) -> None:
@@ -35,9 +35,9 @@ def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = []
     for rank in (0, 1):
         as_rank(monkeypatch, rank, "")
-        answers.append(follows())
+        answers.append(is_main_process())
         leave_reason("torchrun may not ask for it", of_another=False)
-    assert answers == [False, True]
+    assert answers == [True, False]
 
 
 def test_without_torchrun_nothing_is_left_and_every_process_speaks(
@@ -47,4 +47,4 @@ def test_without_torchrun_nothing_is_left_and_every_process_speaks(
     as_rank(monkeypatch, 1, tmp_path / "reason.json")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     leave_reason("broken", of_another=False)
-    assert not follows() and not list(tmp_path.iterdir())
+    assert is_main_process() and not list(tmp_path.iterdir())
