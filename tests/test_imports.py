@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.package_source import trees
+from tests.support.package_source import trees
 
 LEVELS = """
     __main__

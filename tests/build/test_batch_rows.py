@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe, UserModule
+
 NORMED = """
 from torch import nn
 
@@ -22,8 +22,8 @@ def build(num_classes: int, pooled: bool = True) -> nn.Sequential:
 
 
 @pytest.fixture
-def normed(tiny: Gpipe, tmp_path: Path) -> Gpipe:
-    (tmp_path / "normed_for_tests.py").write_text(NORMED, encoding="utf-8")
+def normed(tiny: Gpipe, user_module: UserModule) -> Gpipe:
+    user_module("normed_for_tests", NORMED)
     words = ("model._target_=normed_for_tests.build", "allow=[normed_for_tests]")
 
     def run(command: str, *more: str) -> Any:

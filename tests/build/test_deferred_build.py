@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +17,8 @@ from gpipe_cli.config.compose import Request, compose
 from gpipe_cli.models import amoebanetd, gpt
 from gpipe_cli.torch_internals import deferred_values
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, tensors_in_attributes
+from tests.support.command_line import Gpipe, UserModule
 
-Gpipe = Callable[..., Any]
 SMALL = 256
 """Elements, so that most tensors of small models count as large."""
 FEW = [
@@ -74,10 +71,9 @@ def small_models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "own_net.py").write_text(OWN, encoding="utf-8")
+def own(user_module: UserModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    user_module("own_net", OWN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "own_net", raising=False)
     return "own_net.Net"
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe, UserModule
+
 OWN = """
 import torch
 from torch import nn
@@ -44,8 +43,8 @@ WORDS = ("allow=[own_for_tests]", "batch_size=4", "epochs=1", "chunks=2")
 
 
 @pytest.fixture
-def own(gpipe: Gpipe, tmp_path: Path) -> Gpipe:
-    (tmp_path / "own_for_tests.py").write_text(OWN, encoding="utf-8")
+def own(gpipe: Gpipe, user_module: UserModule) -> Gpipe:
+    user_module("own_for_tests", OWN)
     return lambda kind, *more: gpipe(
         "train", "data._target_=own_for_tests.data", f"data.kind={kind}", *WORDS, *more
     )

@@ -16,6 +16,7 @@ from gpipe_cli.build.step import metrics_of
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.cross_entropy import CrossEntropy
 from gpipe_cli.losses.measures import accuracy
+from tests.support.command_line import Gpipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "your_own_parts" / "myparts.py"
 OUTPUT = torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
@@ -84,7 +85,7 @@ def test_the_losses_of_gpipe_and_of_torch_keep_their_metrics() -> None:
     assert metrics_of(loss) == loss.measure and metrics_of(torch.nn.NLLLoss()) is accuracy
 
 
-def test_the_parts_of_the_example_train_together(gpipe: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_parts_of_the_example_train_together(gpipe: Gpipe, tmp_path: Path) -> None:
     shutil.copy(EXAMPLE, tmp_path)
     words = (
         "model=mlp",

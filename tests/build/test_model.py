@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ from torch import nn
 
 from gpipe_cli.build.model import as_sequence, build_without_storage, check_own_keys
 from gpipe_cli.errors import ConfigError
+from tests.support.command_line import Gpipe, UserModule
 
 SOURCE = """
 import torch
@@ -44,25 +42,23 @@ WORDS = ("steps=2", "batch_size=8", "data=synthetic", "data.length=16", "data.si
 
 
 @pytest.fixture
-def train(gpipe: Callable[..., Any], request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """Trains a network that lies in the current folder, under a name of its own in each test."""
-    name = request.node.name
+def train(gpipe: Gpipe, user_module: UserModule) -> Gpipe:
+    """Trains a network that lies in the current folder."""
 
     def run(condition: str, *words: str) -> Any:
-        Path(f"{name}.py").write_text(SOURCE.replace("{condition}", condition))
-        sys.modules.pop(name, None)
-        return gpipe("train", f"model._target_={name}.build", f"allow=[{name}]", *WORDS, *words)
+        user_module("net_for_tests", SOURCE.replace("{condition}", condition))
+        return gpipe("train", "model._target_=net_for_tests.build", "allow=[net_for_tests]", *WORDS, *words)
 
     return run
 
 
-def test_a_model_that_is_not_a_sequence_is_traced(train: Callable[..., Any]) -> None:
+def test_a_model_that_is_not_a_sequence_is_traced(train: Gpipe) -> None:
     answer = train("False", "partitions=3")
     assert answer.code == 0, answer.err
 
 
 def test_a_module_that_decides_on_values_stays_whole_or_is_listed_as_a_layer(
-    train: Callable[..., Any],
+    train: Gpipe,
 ) -> None:
     condition = "input.sum() > 0"
     assert train(condition).code == 0
@@ -71,7 +67,7 @@ def test_a_module_that_decides_on_values_stays_whole_or_is_listed_as_a_layer(
     assert train(condition, layers).code == 0
 
 
-def test_a_list_of_layers_divides_the_blocks_of_a_resnet(gpipe: Callable[..., Any]) -> None:
+def test_a_list_of_layers_divides_the_blocks_of_a_resnet(gpipe: Gpipe) -> None:
     items = "conv1,bn1,relu,maxpool,layer1,layer2,layer3,layer4,avgpool,{call:torch.flatten,start_dim:1},fc"
     target = "model._target_=torchvision.models.resnet18"
     answer = gpipe("train", target, f"model.layers=[{items}]", "balance=uniform", "--dry-run", "--json")

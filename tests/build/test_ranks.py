@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.launch.rank_setup import describe_ranks
 from gpipe_cli.runs.resume import load_resumed_run
+from tests.support.command_line import Gpipe
 
 JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", False, json=True, dry_run=False)
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def test_two_machines_may_have_devices_of_the_same_names(
 
 
 def test_the_launcher_refuses_devices_before_it_starts_a_rank(
-    gpipe: Callable[..., Any], two_accelerators: None, monkeypatch: pytest.MonkeyPatch
+    gpipe: Gpipe, two_accelerators: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("engine=processes", "model=mlp", "data=digits", "--dry-run")
     answer = gpipe("train", *words, "devices=[cuda:0,cuda:0]")

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -14,8 +12,8 @@ from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
 from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.training.loop import Position
 from gpipe_cli.vision import torchvision
+from tests.support.command_line import Gpipe
 
-Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 
 

@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from gpipe_cli.config.compose import Request, compose
 from gpipe_cli.config.sources import VERSION
 from gpipe_cli.errors import ConfigError, RunError
-from tests.package_source import trees
+from tests.support.package_source import trees
 
 GLOBAL = "# @package _global_\n"
 NO_FILE = "no file may configure Hydra"

@@ -20,8 +20,8 @@ from gpipe_cli.runs.snapshots.manifest import search_together, snapshot_path, sn
 from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
 from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.training.loop import Position
-from tests.distributed.forked_ranks import run_ranks
 from tests.distributed.posted_operations import recording
+from tests.support.forked_ranks import run_ranks
 
 WIDTH, ROWS = 96, 4
 CPU = torch.device("cpu")

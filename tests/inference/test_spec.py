@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from gpipe_cli.inference.spec import (
     spec_of_weights,
     write_spec,
 )
+from tests.support.command_line import Gpipe
 
-Gpipe = Callable[..., Any]
 DATA = {"_target_": "gpipe_cli.data.digits.build", "size": 8}
 MODEL = {"_target_": "gpipe_cli.models.mlp.build", "width": 4, "depth": 1}
 LOSS = {"_target_": "gpipe_cli.losses.cross_entropy.CrossEntropy"}

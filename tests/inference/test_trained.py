@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ from gpipe_cli.build import components
 from gpipe_cli.distributed.world import World
 from gpipe_cli.inference import trained
 from gpipe_cli.runs.snapshots import manifest
+from tests.support.command_line import Gpipe
 
 ALLOW = "allow=[tiny_for_tests]"
 
 
 def test_ranks_share_the_verification_and_their_launcher_leaves_it_to_them(
-    tiny: Callable[..., Any],
-    gpipe: Callable[..., Any],
+    tiny: Gpipe,
+    gpipe: Gpipe,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -25,8 +25,8 @@ from torch import Tensor
 from gpipe_cli.runs.snapshots import file_names, manifest
 from gpipe_cli.runs.snapshots.durable import FileDigest
 from gpipe_cli.runs.snapshots.tensors import decode, encode
+from tests.support.command_line import Gpipe
 
-Gpipe = Callable[..., Any]
 Change = Callable[[Path], object]
 ALLOW = "allow=[tiny_for_tests]"
 SNAPSHOT = "snapshots/step-00000006"

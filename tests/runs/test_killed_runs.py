@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from gpipe_cli.runs.snapshots.manifest import newest_valid_snapshot, snapshot_paths
-from tests.runs import forked_run
-from tests.runs.forked_run import (
+from tests.support import forked_run
+from tests.support.forked_run import (
     Case,
     Spoil,
     in_a_child,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.runs.lr_after_resume import longer_line, lr_line
 from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.training.lr_schedules import Constant, Cosine, OneCycle
+from tests.support.command_line import Gpipe
 
 SCHEDULES = "gpipe_cli.training.lr_schedules"
 
@@ -61,7 +61,7 @@ def test_the_summary_says_what_training_longer_does(name: str) -> None:
     assert said is None or said.startswith("then goes from 1e-05 to 0.0")
 
 
-def test_a_resumed_run_prints_it(tiny: Callable[..., Any]) -> None:
+def test_a_resumed_run_prints_it(tiny: Gpipe) -> None:
     first = tiny("train", "epochs=1", "run_dir=run")
     assert "learning_rate" in first.out and "add lr_schedule=constant optimizer.lr=2e-07" in first.out
     answer = tiny("train", "resume=run", "epochs=2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.report.page.predictions import as_png_uri
 from gpipe_cli.runs import page_files as run_page
 from gpipe_cli.runs.observations import MAX_CLASSES, EvalObserver, predictions_json
-
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe
 
 
 def content(run: str, name: str) -> dict[str, Any]:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe, UserModule
 
 LOGGERS = """
 class Logger:
@@ -36,9 +34,8 @@ OWN = ("logger._target_=own_loggers.build", "allow=[tiny_for_tests,own_loggers]"
 
 
 @pytest.fixture
-def logged(tiny: Gpipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gpipe:
-    (tmp_path / "own_loggers.py").write_text(LOGGERS, encoding="utf-8")
-    monkeypatch.delitem(sys.modules, "own_loggers", raising=False)
+def logged(tiny: Gpipe, user_module: UserModule) -> Gpipe:
+    user_module("own_loggers", LOGGERS)
     return lambda *words: tiny("train", "run_dir=here", *OWN, *words)
 
 

@@ -17,8 +17,9 @@ import pytest
 from gpipe_cli import cli
 from gpipe_cli.runs.directory import lock_run_directory
 from gpipe_cli.training.metrics import MetricsFile
+from tests.support.command_line import Gpipe
+from tests.support.run_files import rows as metrics_rows
 
-Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 WORDS = ("threads=1", "snapshot.every=1", "snapshot.keep=3")
 
@@ -26,7 +27,7 @@ WORDS = ("threads=1", "snapshot.every=1", "snapshot.keep=3")
 def facts(run: Path) -> dict[str, Any]:
     """What must not depend on how often a run was stopped."""
     timed = ("seconds", "samples_per_second")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_rows(run)
     newest = max((run / "snapshots").glob("step-*"))
     return {
         "rows": [{key: value for key, value in row.items() if key not in timed} for row in rows],

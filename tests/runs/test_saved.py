@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -11,6 +9,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.runs.saved import saved_config, with_overrides
+from tests.support.command_line import Gpipe
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_an_override_of_a_saved_config_stays_a_reference(monkeypatch: pytest.Mon
 
 
 def test_a_key_that_training_no_longer_has_is_left_out_of_a_saved_config(
-    gpipe: Callable[..., Any], tmp_path: Path
+    gpipe: Gpipe, tmp_path: Path
 ) -> None:
     """Runs of earlier versions saved plan.verify_budget, which only gpipe plan has."""
     saved = yaml.safe_load(gpipe("train", "--cfg", "job", "chunks=8").out)

@@ -4,9 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ from gpipe_cli.errors import ConfigError, NumericError, RunError, Stopped
 from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.runs.directory import lock_run_directory
 from gpipe_cli.runs.state import LOCK_NAME, OUTCOME, RunState, run_state
+from tests.support.command_line import Gpipe
 
 HOLD_LOCK = """
 import sys
@@ -98,7 +97,7 @@ def test_a_directory_without_a_run_has_no_state(tmp_path: Path) -> None:
 
 
 def test_a_training_run_records_that_it_failed_and_forgets_it_when_it_finishes(
-    tiny: Callable[..., Any],
+    tiny: Gpipe,
 ) -> None:
     words = ("train", "steps=2", "run_dir=run", "resume=auto")
     assert tiny(*words, "optimizer.lr=1e30").code == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
 from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.sequential.without_storage import load_parameters
 from gpipe_cli.training.loop import Position
-from tests.models.hf.tiny_models import save_model, tiny_config
+from tests.support.command_line import Gpipe
+from tests.support.hugging_face_models import save_model, tiny_config
 
-Gpipe = Callable[..., Any]
 LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from gpipe_cli.runs.snapshots.record import BaseFiles, TrainingRecord, digest_fi
 from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
 from gpipe_cli.training.loop import Position
-from tests.models.hf.tiny_models import save_model, tiny_config
+from tests.support.command_line import Gpipe
+from tests.support.hugging_face_models import save_model, tiny_config
 
-Gpipe = Callable[..., Any]
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2}
 
 

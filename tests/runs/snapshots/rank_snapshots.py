@@ -30,7 +30,7 @@ from gpipe_cli.tensor_files.tensor_file import TensorFile
 from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.lr_schedules import Constant
 from tests.distributed.cases import Case
-from tests.runs.facts import trained
+from tests.support.step_results import trained
 
 FOREVER = timedelta(hours=1)
 SPEC = TrainSpec(steps=4, steps_per_epoch=4, lr=0.1, lr_schedule=Constant(), seed=0)

@@ -24,7 +24,7 @@ from gpipe_cli.runs.snapshots.manifest import read_snapshot, snapshot_path
 from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.training.lr_schedules import Constant
-from tests.runs.facts import trained
+from tests.support.step_results import trained
 
 SPEC = TrainSpec(steps=4, steps_per_epoch=4, lr=0.1, lr_schedule=Constant(), seed=0)
 CPU = torch.device("cpu")

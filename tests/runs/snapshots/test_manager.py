@@ -20,7 +20,7 @@ from gpipe_cli.runs.snapshots.manager import Retention, SnapshotManager, check_s
 from gpipe_cli.runs.snapshots.manifest import newest_valid_snapshot, snapshot_path
 from gpipe_cli.training.loop import TrainFact, TrainSpec
 from gpipe_cli.training.lr_schedules import Constant
-from tests.runs.facts import evaluated, trained
+from tests.support.step_results import evaluated, trained
 
 PLAN = TrainSpec(steps=8, steps_per_epoch=2, lr=0.1, lr_schedule=Constant(), seed=0)
 SPEC = TrainSpec(steps=40, steps_per_epoch=10, lr=0.1, lr_schedule=Constant(), seed=0)

@@ -30,9 +30,9 @@ from gpipe_cli.runs.snapshots.manifest import (
 )
 from gpipe_cli.runs.snapshots.tensors import encode
 from tests.distributed.cases import AVERAGED, Case, run
-from tests.distributed.forked_ranks import exit_codes, run_ranks
-from tests.runs.forked_run import DeadlyDisk
 from tests.runs.snapshots.rank_snapshots import FOREVER, Journey, train, travel, with_rows
+from tests.support.forked_ranks import exit_codes, run_ranks
+from tests.support.forked_run import DeadlyDisk
 
 PIPE = Case("perceptron", "1f1b", chunks=2)
 TWO_BY_TWO = Case("perceptron", "1f1b", replicas=2, chunks=2)

@@ -23,15 +23,15 @@ from gpipe_cli.runs import directory as run_directory
 from gpipe_cli.runs.snapshots import durable, manager
 from gpipe_cli.training import metrics, signals
 from gpipe_cli.training.metrics import MetricsFile
-from tests import faulty
-from tests.runs.forked_run import DeadlyDisk
-from tests.sandbox import Sandbox
+from tests.support import faulty
+from tests.support.forked_run import DeadlyDisk
+from tests.support.sandbox import Sandbox
 
 ALLOW = "allow=[tests]"
 TRAIN = (
     "train",
-    "model._target_=tests.faulty.model",
-    "data._target_=tests.faulty.data",
+    "model._target_=tests.support.faulty.model",
+    "data._target_=tests.support.faulty.data",
     ALLOW,
     "transform=none",
     "batch_size=6",

@@ -21,7 +21,7 @@ from torch.autograd import Function
 
 from gpipe_cli.runs.snapshots import writing
 from gpipe_cli.training.signals import STOP_SIGNALS
-from tests import faulty
+from tests.support import faulty
 
 FAULT = "GPIPE_TEST_FAULT"
 HAPPENED = Path("happened")

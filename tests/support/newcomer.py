@@ -1,4 +1,4 @@
-"""The paths of a new user in a fresh venv, from installing to predictions: `python -m tests.newcomer [FOLDER]`.
+"""The paths of a new user in a fresh venv, from installing to predictions: `python -m tests.support.newcomer [FOLDER]`.
 
 Every next command that gpipe prints is run exactly as it is printed. The session uses nothing of the repository except
 what it installs from it, and writes to a single folder.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 COMMAND_TIMEOUT = 900
 COMMANDS = "train|eval|predict|balance|profile|plan|report|runs|export|ls|cp"
 OFFERED = re.compile(rf"(?:^|[\s`>])(gpipe (?:{COMMANDS}) [^`<>]*)")

@@ -10,7 +10,7 @@ from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.job import Job
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.runs.saved import saved_config
-from tests.fault_injection import ALLOW, TEMPLATE, TRAIN
+from tests.support.fault_injection import ALLOW, TEMPLATE, TRAIN
 
 ENGINES = {"engine=processes", "engine=single", "engine=threads"}
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.fault_injection import MORE_EPOCHS, ROWS, SandboxStep, rows
-from tests.sandbox import Sandbox
+from tests.support.fault_injection import MORE_EPOCHS, ROWS, SandboxStep, rows
+from tests.support.sandbox import Sandbox
 
 
 def has_snapshots(*steps: int) -> SandboxStep:
