@@ -26,7 +26,7 @@ from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import discard_stdout
-from gpipe_cli.training.run_directory import resumed_directory
+from gpipe_cli.runs.directory import resumed_directory
 from gpipe_cli.training.signals import as_stopped, ignore_signals, stop_immediately
 
 HELP = ("--help", "-h", "help")

@@ -12,11 +12,11 @@ from typing import NoReturn
 
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.compose import JobConfig, Request, settings_of
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.launch.rank import is_main_process, run_rank
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.training.signals import stop_immediately
 
 MEASURING_COMMANDS = ("balance", "profile", "plan")

@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.compose import JobConfig, Request, compose, prepared, sweep_words
+from gpipe_cli.config.job import Summary
 from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.sources import VERSION, store
@@ -47,9 +48,8 @@ from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.sweep_results import JobResult, print_sweep, print_sweep_json
-from gpipe_cli.run.job import Summary
+from gpipe_cli.runs.directory import lock_run_directory, make_run_directory, write_json
 from gpipe_cli.sweep_job import Task, sharing_stops
-from gpipe_cli.training.run_directory import lock_run_directory, make_run_directory, write_json
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_immediately
 from gpipe_cli.values import lower_is_better
 

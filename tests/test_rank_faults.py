@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 import gpipe_cli
-from gpipe_cli.run_state import run_state
-from gpipe_cli.training.snapshot.contents import decode_tensors
-from gpipe_cli.training.snapshot.file_names import MODEL
-from gpipe_cli.training.snapshot.manifest import read_snapshot
-from gpipe_cli.training.snapshot.tensors import encode
+from gpipe_cli.runs.snapshots.contents import decode_tensors
+from gpipe_cli.runs.snapshots.file_names import MODEL
+from gpipe_cli.runs.snapshots.manifest import read_snapshot
+from gpipe_cli.runs.snapshots.tensors import encode
+from gpipe_cli.runs.state import run_state
 from tests.support.command_line import Gpipe
 from tests.support.fault_injection import ALLOW, ROWS, TEMPLATE, TRAIN
 from tests.support.faulty_ranks import FAULT, SOCKETS

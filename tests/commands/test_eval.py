@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.run import saved_run
-from gpipe_cli.run import trained as trained_model
+from gpipe_cli.inference import trained as trained_model
+from gpipe_cli.runs import saved as saved_run
 from tests.support.command_line import Gpipe
 from tests.support.run_files import rows as metrics_rows
 

@@ -14,7 +14,7 @@ import torch
 
 from gpipe_cli.cli import main
 from gpipe_cli.huggingface import transformers
-from gpipe_cli.run import generation
+from gpipe_cli.inference import generation
 from tests.support.command_line import Gpipe
 
 MODEL = ("model=gpt", "model.width=16", "model.depth=2", "model.heads=2", "data.context=8", "threads=1")

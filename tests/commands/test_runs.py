@@ -11,7 +11,7 @@ import pytest
 from rich.live import Live
 
 from gpipe_cli.commands import runs
-from gpipe_cli.training.run_directory import lock_run_directory
+from gpipe_cli.runs.directory import lock_run_directory
 from gpipe_cli.training.signals import StopNow, StopRequested
 from tests.support.command_line import Gpipe
 

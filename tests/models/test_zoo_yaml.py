@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gpipe_cli.run.model import WEIGHTS_KEYS
+from gpipe_cli.build.model import WEIGHTS_KEYS
 from tests.support.command_line import Gpipe
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gpipe_cli.training import metrics, run_directory, signals
+from gpipe_cli.runs import directory as run_directory
+from gpipe_cli.runs.snapshots import durable, manager
+from gpipe_cli.training import metrics, signals
 from gpipe_cli.training.metrics import MetricsFile
-from gpipe_cli.training.snapshot import durable, manager
 from tests.support import faulty
 from tests.support.forked_run import DeadlyDisk
 from tests.support.sandbox import Sandbox

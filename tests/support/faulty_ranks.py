@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from gpipe_cli.runs.snapshots import writing
 from gpipe_cli.training.signals import STOP_SIGNALS
-from gpipe_cli.training.snapshot import writing
 from tests.support import faulty
 
 FAULT = "GPIPE_TEST_FAULT"

@@ -24,15 +24,15 @@ from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, TrainingObject
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.runs.snapshots import durable, manager
+from gpipe_cli.runs.snapshots.contents import Snapshot, open_large_snapshot, open_snapshot
+from gpipe_cli.runs.snapshots.manager import Retention, SnapshotManager, save_and_stop
+from gpipe_cli.runs.snapshots.manifest import newest_valid_snapshot, rewind_snapshots
 from gpipe_cli.training.loop import EvalProgress, EvalResult, Position, TrainFact, TrainSpec, train
 from gpipe_cli.training.lr_schedules import Cosine
 from gpipe_cli.training.metrics import MetricsFile, metrics_length_at, truncate_metrics
 from gpipe_cli.training.signals import StopRequested as StopRequested
 from gpipe_cli.training.signals import stop_requests
-from gpipe_cli.training.snapshot import durable, manager
-from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
-from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager, save_and_stop
-from gpipe_cli.training.snapshot.manifest import newest_valid_snapshot, rewind_snapshots
 
 BATCH = 6
 SAMPLES = 22  # the last of four mini-batches is short

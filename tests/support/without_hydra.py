@@ -7,9 +7,9 @@ from omegaconf import OmegaConf
 from gpipe_cli import cli
 from gpipe_cli.commands import train
 from gpipe_cli.config.compose import settings_of
+from gpipe_cli.config.job import Job
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.run.job import Job
-from gpipe_cli.run.saved_run import saved_config
+from gpipe_cli.runs.saved import saved_config
 from tests.support.fault_injection import ALLOW, TEMPLATE, TRAIN
 
 ENGINES = {"engine=processes", "engine=single", "engine=threads"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpipe_cli.report.page.document import GENERATOR, render_page
 from gpipe_cli.report.page.run_facts import read_run
-from gpipe_cli.training.run_directory import lock_run_directory
+from gpipe_cli.runs.directory import lock_run_directory
 from tests.report.page.runs import HOSTILE, write_check, write_profile, write_training
 
 
