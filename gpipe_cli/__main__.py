@@ -8,7 +8,6 @@ import sys
 from typing import NoReturn
 
 from gpipe_cli.report.output import secure_streams
-from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.signals import ignore_signals, install_handlers
 
 
@@ -20,10 +19,11 @@ def script() -> NoReturn:
         # and again. `jobs` enables it before a command runs.
         gc.disable()
         from gpipe_cli.cli import main
+        from gpipe_cli.launch.rank import is_rank
     code = main()
     sys.stdout.flush()
     ignore_signals()
-    if torchrun.is_rank():
+    if is_rank():
         # Threads of torch.distributed still run. One that asks for the interpreter's lock while the interpreter ends
         # aborts the process, and torchrun would count a run that has finished as failed.
         sys.stderr.flush()

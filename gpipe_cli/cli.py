@@ -21,12 +21,12 @@ from gpipe_cli.config.words import override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, is_long_name, or_list
 from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.launch.outcome import leave_exit_code, recorded_attempt
+from gpipe_cli.launch.rank import is_main_process, leave_reason
 from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import discard_stdout
-from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.run_directory import resumed_directory
+from gpipe_cli.runs.directory import resumed_directory
 from gpipe_cli.training.signals import as_stopped, ignore_signals, stop_immediately
 
 HELP = ("--help", "-h", "help")
@@ -37,7 +37,7 @@ RUNS_NOTHING = ("--help", "-h", "--version", "-V", "--dry-run", "--cfg", "-c", "
 def main(argv: list[str] | None = None) -> int:
     """Run a command line and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    if torchrun.follows():
+    if not is_main_process():
         discard_stdout()
     try:
         with _recorded(arguments):
@@ -51,7 +51,7 @@ def _recorded(arguments: list[str]) -> AbstractContextManager[None]:
     """Inside, an error of a command line that resumes a run is recorded in the run, whatever else it gets wrong."""
     flags = {word.partition("=")[0] for word in arguments if word.startswith("-")}
     keys = {override_key(word) for word in arguments}
-    if arguments[:1] != ["train"] or not keys.intersection(("resume", "config")) or torchrun.follows():
+    if arguments[:1] != ["train"] or not keys.intersection(("resume", "config")) or not is_main_process():
         return nullcontext()
     if flags.intersection((*RUNS_NOTHING, "-m", "--multirun")):  # a job of a sweep records its own end
         return nullcontext()
@@ -157,8 +157,8 @@ def _fail(error: BaseException, *, debug: bool) -> int:
         hint = "" if debug or isinstance(error, GpipeError) else "; --debug shows the traceback"
         line = f"error: {describe(error)}{hint}"
     leave_exit_code(error)
-    torchrun.leave_reason(redacted(f"gpipe: {line}"), of_another=isinstance(error, PeerError))
-    if not torchrun.follows():
+    leave_reason(redacted(f"gpipe: {line}"), of_another=isinstance(error, PeerError))
+    if is_main_process():
         _print(f"gpipe: {line}", sys.stderr)
     return exit_code(error)
 

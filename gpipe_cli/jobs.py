@@ -12,12 +12,11 @@ from typing import NoReturn
 
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.compose import JobConfig, Request, settings_of
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.launch.rank import is_main_process, run_rank
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
-from gpipe_cli.launch.rank_process import run_rank
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.signals import stop_immediately
 
 MEASURING_COMMANDS = ("balance", "profile", "plan")
@@ -60,7 +59,7 @@ def run_job(
             gc.freeze()
             gc.enable()
         with stop_immediately(), report_out_of_memory():
-            for note in config.notes if not torchrun.follows() else ():
+            for note in config.notes if is_main_process() else ():
                 print_status(note)
             summary: Summary = command.run(config.settings, job)
     return summary

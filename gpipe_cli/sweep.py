@@ -34,6 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.compose import JobConfig, Request, compose, prepared, sweep_words
+from gpipe_cli.config.job import Summary
 from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.sources import VERSION, store
@@ -41,15 +42,14 @@ from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import override_key, quote_override, quoted, sets_hydra, sets_key, without_keys
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.jobs import run_job
+from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.process_lifetime import temporary_folder
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.sweep_results import JobResult, print_sweep, print_sweep_json
-from gpipe_cli.run.job import Summary
+from gpipe_cli.runs.directory import lock_run_directory, make_run_directory, write_json
 from gpipe_cli.sweep_job import Task, sharing_stops
-from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.run_directory import lock_run_directory, make_run_directory, write_json
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_immediately
 from gpipe_cli.values import lower_is_better
 
@@ -204,7 +204,7 @@ class _Sweep:
     def check(self) -> None:
         """Refuse what the sweeper or the launcher cannot do, before anything is written."""
         words, launcher = self.request.words, self.node.launcher
-        if torchrun.is_rank():
+        if is_rank():
             raise ConfigError("-m: a sweep starts its runs itself; leave torchrun out")
         if sets_key(self.swept, "run_dir"):
             raise ConfigError("run_dir: a sweep has one directory, with a folder for each job; give one name")

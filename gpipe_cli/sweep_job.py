@@ -36,7 +36,7 @@ from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.run_list import read_row
 from gpipe_cli.report.sweep_results import JobResult
-from gpipe_cli.training.run_directory import write_json
+from gpipe_cli.runs.directory import write_json
 from gpipe_cli.training.signals import (
     STOP_SIGNALS,
     SignalInbox,

@@ -65,16 +65,17 @@ def check_fraction(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value}: must be from 0 to 1")
 
 
-def flatten(node: Any, path: str = "", *, elements: bool = False) -> Iterator[tuple[str, Any]]:
+def flatten(node: Any, path: str = "", *, inner: bool = False) -> Iterator[tuple[str, Any]]:
     """The dotted key and the value of everything in a nested mapping that is not itself a mapping.
 
-    elements: also yield each element of a list, as `key[0]`, after the list itself.
+    inner: also yield each mapping and each element of a list, as `key[0]`.
     """
-    if isinstance(node, Mapping):
+    is_mapping = isinstance(node, Mapping)
+    if path and (inner or not is_mapping):
+        yield path, node
+    if is_mapping:
         for key, value in node.items():
-            yield from flatten(value, f"{path}.{key}" if path else str(key), elements=elements)
-        return
-    yield path, node
-    if elements and isinstance(node, list | tuple):
+            yield from flatten(value, f"{path}.{key}" if path else str(key), inner=inner)
+    elif inner and isinstance(node, list | tuple):
         for index, value in enumerate(node):
-            yield from flatten(value, f"{path}[{index}]", elements=True)
+            yield from flatten(value, f"{path}[{index}]", inner=True)

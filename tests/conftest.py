@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-import json
+import importlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,6 +27,8 @@ from hypothesis import settings
 
 from gpipe_cli.cli import main
 from tests.accelerator import simulator
+from tests.support.command_line import Answer, Gpipe, UserModule
+from tests.support.user_models import HUGE, TINY, TINY_RUN, TINY_TRAINING
 
 # No deadlines, because timing must not fail a test, and the same examples in every run. To search for new ones, run
 # `pytest --hypothesis-profile=default`.
@@ -48,65 +48,6 @@ if build := os.environ.get("GPIPE_TESTS_SIMULATE"):
 def pytest_collection_finish() -> None:
     """Leave what torch and the test modules allocated out of garbage collections: each would take half a second."""
     gc.freeze()
-
-
-TINY = """
-from torch import nn
-
-
-def build(num_classes: int, width: int = 4) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Dropout(0.2),
-        nn.Conv2d(width, width, 3), nn.ReLU(), nn.Flatten(), nn.Linear(width * 16, num_classes),
-    )
-
-
-def broken(num_classes: int) -> nn.Sequential:
-    class Broken(nn.Module):
-        def forward(self, input):
-            raise ZeroDivisionError("as \\x1b[31mwritten")
-
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Broken())
-
-
-def piped(num_classes: int) -> nn.Sequential:
-    class Piped(nn.Module):
-        def forward(self, input):
-            raise BrokenPipeError(32, "Broken pipe")
-
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Piped())
-"""
-HUGE = """
-from torch import nn
-
-
-def build(num_classes: int, width: int = 80_000) -> nn.Sequential:
-    hidden = [module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU(inplace=True))]
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, width), *hidden, nn.Linear(width, num_classes))
-"""
-TINY_RUN = (
-    "model._target_=tiny_for_tests.build",
-    "allow=[tiny_for_tests]",
-    "data=synthetic",
-    "data.shape=[3,8,8]",
-    "data.length=64",
-    "batch_size=20",
-    "chunks=3",
-)
-TINY_TRAINING = (*TINY_RUN, "epochs=2", "log.every=1", "snapshot.keep=1", "snapshot.monitor=null")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Exit code and output of a command line."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
 
 
 @pytest.fixture(autouse=True)
@@ -158,9 +99,10 @@ def gpipe(
     tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> Callable[..., Answer]:
+) -> Gpipe:
     """Run a command line in this process, in an empty folder, with an empty cache."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `allow` adds the current folder
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
     def run(*words: str) -> Answer:
@@ -173,11 +115,11 @@ def gpipe(
 
 
 @pytest.fixture
-def tiny(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def tiny(gpipe: Gpipe, tmp_path: Path) -> Gpipe:
     """gpipe, with a tiny model in the current folder and the words that train it; later words win."""
     (tmp_path / "tiny_for_tests.py").write_text(TINY, encoding="utf-8")
 
-    def run(command: str, *words: str) -> Any:
+    def run(command: str, *words: str) -> Answer:
         given = {word.partition("=")[0] for word in words}
         base = {"train": TINY_TRAINING, "profile": TINY_RUN, "balance": TINY_RUN}.get(command, ())
         return gpipe(command, *(word for word in base if word.partition("=")[0] not in given), *words)
@@ -186,11 +128,29 @@ def tiny(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def huge(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+def huge(gpipe: Gpipe, tmp_path: Path) -> Gpipe:
     """A model of 100 GB in the current folder, and the words that name it."""
     (tmp_path / "huge_for_tests.py").write_text(HUGE, encoding="utf-8")
     words = ("model._target_=huge_for_tests.build", "allow=[huge_for_tests]", "data=synthetic")
     return lambda command, *more: gpipe(command, *words, "data.shape=[3,8,8]", "data.length=64", *more)
+
+
+@pytest.fixture
+def user_module(tmp_path: Path) -> Iterator[UserModule]:
+    """Write a module into the current folder. Other tests may write one of the same name: none is left imported."""
+    names: list[str] = []
+
+    def write(name: str, text: str) -> Path:
+        names.append(name)
+        sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        path = tmp_path / f"{name}.py"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture

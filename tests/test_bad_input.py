@@ -19,7 +19,7 @@ from gpipe_cli.config.compose import Request, compose_tree, settings_of
 from gpipe_cli.config.schema import GROUPS
 from gpipe_cli.errors import ConfigError
 
-BROKEN = "allow=[tests] model._target_=tests.broken_models"
+BROKEN = "allow=[tests] model._target_=tests.support.broken_models"
 
 # (command line, exit code, what the error says)
 COMMAND_LINES: list[tuple[str, int, str]] = [
@@ -377,9 +377,9 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (
         f"train {BROKEN}.looks_at_values",
         2,
-        "/tests/broken_models.py:37 `if value.sum() > 0:`: it needs the values of tensors that the model computes "
-        "(Tensor.item() cannot be called on meta tensors); move that code into a submodule, which may then stay whole, "
-        "or list the layers in the order in which they run, in the form model.layers=[stem,gate,pool,head]",
+        "/tests/support/broken_models.py:37 `if value.sum() > 0:`: it needs the values of tensors that the model "
+        "computes (Tensor.item() cannot be called on meta tensors); move that code into a submodule, which may then "
+        "stay whole, or list the layers in the order in which they run, in the form model.layers=[stem,gate,pool,head]",
     ),
     (
         f"train {BROKEN}.traceable model.layers=[stem,gate,pool,head]",
@@ -412,7 +412,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ),
     (f"train {BROKEN}.traceable model.layers=[stem,gaet]", 2, "has no submodule 'gaet'; close names: gate"),
     (f"train {BROKEN}.traceable model.leaves=[gaet]", 2, "no submodule or class 'gaet'; close names: gate"),
-    (f"train {BROKEN}.nothing", 2, "tests.broken_models has no nothing; choose one of: "),
+    (f"train {BROKEN}.nothing", 2, "tests.support.broken_models has no nothing; choose one of: "),
 ]
 
 

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from gpipe_cli.config.keys import known_keys, list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS
 from make_docs.__main__ import DOCS
 from make_docs.__main__ import PAGES as GENERATED
+from tests.support.command_line import Gpipe
 
 TOP = Path(__file__).parent.parent
 PAGES = [TOP / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -176,9 +177,7 @@ def test_every_model_of_the_example_is_trained_by_the_docs() -> None:
     assert models and all(f"mynet:{model} " in f"{shown} " for model in models)
 
 
-def test_the_error_that_the_docs_show_is_the_one_that_is_given(
-    gpipe: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_error_that_the_docs_show_is_the_one_that_is_given(gpipe: Gpipe, tmp_path: Path) -> None:
     shutil.copy(EXAMPLES[0], tmp_path)
     page = " ".join(text_of(DOCS / "how-to" / "your-own-model.md").split())
     answer = gpipe("train", "model._target_=mynet.choosy", "allow=[mynet]")
@@ -214,7 +213,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_command_of_the_docs_works(
-    gpipe: Callable[..., Any], tmp_path: Path, line: str, request: pytest.FixtureRequest, monkeypatch: Any
+    gpipe: Gpipe, tmp_path: Path, line: str, request: pytest.FixtureRequest, monkeypatch: Any
 ) -> None:
     """One step, few samples and a minimum of measuring do not change whether the command line is correct."""
     monkeypatch.setattr("gpipe_cli.data.digits._HELD_OUT", 100)  # evaluate every hundredth sample of a class
@@ -236,7 +235,7 @@ def test_a_command_of_the_docs_works(
     assert answer.out
 
 
-def test_the_comparison_of_the_readme_holds_as_printed(gpipe: Callable[..., Any]) -> None:
+def test_the_comparison_of_the_readme_holds_as_printed(gpipe: Gpipe) -> None:
     """`gpipe train steps=6` and `gpipe train steps=6 engine=single` differed in 102 of 122 tensors.
 
     A pipeline on a CPU has one thread per worker and `engine=single` has all cores. This test added threads=1 to both,
@@ -253,7 +252,7 @@ def test_the_comparison_of_the_readme_holds_as_printed(gpipe: Callable[..., Any]
     assert len(split) == 122 and [name for name in split if not torch.equal(split[name], whole[name])] == []
 
 
-def run_as_printed(gpipe: Callable[..., Any], line: str) -> str:
+def run_as_printed(gpipe: Gpipe, line: str) -> str:
     program, *words = shlex.split(line)
     answer = gpipe(*words)
     assert program == "gpipe" and answer.code == 0, answer.err
@@ -340,6 +339,6 @@ def test_the_site_is_built_without_a_warning_and_names_no_other_place(tmp_path: 
 
 
 @pytest.mark.slow
-def test_plain_gpipe_train_reaches_what_the_readme_promises(gpipe: Callable[..., Any]) -> None:
+def test_plain_gpipe_train_reaches_what_the_readme_promises(gpipe: Gpipe) -> None:
     summary = gpipe("train", "--json").json
     assert summary["top1"] >= 0.95

@@ -18,7 +18,7 @@ import torch
 
 from gpipe_cli.cli import main
 from gpipe_cli.training.metrics import MetricsFile
-from tests.fault_checks import (
+from tests.support.fault_checks import (
     all_rows,
     free_the_disk,
     has_snapshots,
@@ -26,7 +26,7 @@ from tests.fault_checks import (
     only_run_files,
     whole_rows,
 )
-from tests.fault_injection import (
+from tests.support.fault_injection import (
     ALLOW,
     MORE_EPOCHS,
     RESUME,
@@ -74,8 +74,8 @@ from tests.fault_injection import (
     with_damaged_snapshot,
     with_disk_of,
 )
-from tests.sandbox import Sandbox, run_in_sandbox
-from tests.without_hydra import train_without_hydra
+from tests.support.sandbox import Sandbox, run_in_sandbox
+from tests.support.without_hydra import train_without_hydra
 
 
 def nothing(*_: Any) -> None:

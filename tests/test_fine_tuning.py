@@ -6,15 +6,14 @@ import json
 import re
 import runpy
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from gpipe_cli import huggingface
+from tests.support.command_line import Gpipe
 from tests.test_docs import FINE_TUNING, FREEZING, TOP, commands, text_of
 
 MAKER = TOP / "examples" / "tiny_llama" / "make_tiny_llama.py"
@@ -31,9 +30,7 @@ def shortened(line: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_commands_of_the_page_lead_from_a_directory_to_a_directory(
-    gpipe: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_commands_of_the_page_lead_from_a_directory_to_a_directory(gpipe: Gpipe, tmp_path: Path) -> None:
     runpy.run_path(str(MAKER))["make_directory"](Path("tiny-llama"))
     timm = huggingface.import_package("timm")
     save_file(timm.create_model("resnet10t").state_dict(), "resnet10t.safetensors")
@@ -59,7 +56,7 @@ def test_the_commands_of_the_page_lead_from_a_directory_to_a_directory(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_commands_on_weights_and_freezing_print_what_the_page_shows(gpipe: Callable[..., Any]) -> None:
+def test_the_commands_on_weights_and_freezing_print_what_the_page_shows(gpipe: Gpipe) -> None:
     printed = ""
     for line in commands(FREEZING):
         words = [word for word in shlex.split(line)[1:] if not word.startswith(("steps=", "epochs="))]

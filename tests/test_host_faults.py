@@ -22,11 +22,11 @@ import pytest
 from torch import Tensor
 
 import gpipe_cli
-from gpipe_cli.run_state import run_state
-from tests.fault_injection import TRAIN
-from tests.faulty_ranks import FAULT, GO
-from tests.network_hosts import Host, network_hosts
-from tests.snapshot_tensors import snapshot_tensors
+from gpipe_cli.runs.state import run_state
+from tests.support.fault_injection import TRAIN
+from tests.support.faulty_ranks import FAULT, GO
+from tests.support.network_hosts import Host, network_hosts
+from tests.support.run_files import snapshot_tensors
 
 TOP = Path(gpipe_cli.__file__).parents[1]
 SECONDS = 240
@@ -37,7 +37,9 @@ pytestmark = [
     pytest.mark.timeout(6 * SECONDS),
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are watched as Linux lets us"),
 ]
-ARGUMENTS = tuple(word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN)
+ARGUMENTS = tuple(
+    word.replace("tests.support.faulty.model", "tests.support.faulty_ranks.model") for word in TRAIN
+)
 LOST = r"not heard of for \d+ seconds"
 DIED = "ended without a report: it was killed"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.package_source import sources, trees
+from tests.support.package_source import sources, trees
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen"}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.package_source import trees
+from tests.support.package_source import trees
 
 LEVELS = """
     __main__
@@ -23,10 +23,15 @@ LEVELS = """
     help sweep_job
     jobs
     commands
-    run check
+    runs check
+    inference
+    runs.saved
+    build run
     arguments
     config
     launch
+    runs.directory
+    runs.snapshots
     plan training report
     engines
     offload distributed
@@ -37,7 +42,7 @@ LEVELS = """
     sequential
     skip
     schedule accelerator torch_internals huggingface config.schema
-    vision run_state
+    vision runs.state
     values pytree safe_files process_lifetime
     errors redaction lazy_imports __version__
 """
@@ -58,24 +63,27 @@ COMPONENTS = {
     "losses": {"values", "errors"},
     "loggers": {"values", "safe_files", "errors"},
 }
-"""Areas beside the levels, and what they import; reached from `run` and by `_target_` in a config."""
+"""Areas beside the levels, and what they import; reached from BUILDERS and by `_target_` in a config."""
 
+BUILDERS = {"build", "runs", "runs.saved", "inference", "run"}
+"""The areas that reach the components."""
 ONLY_IN = {
     "hydra": {"config", "sweep", "sweep_job"},
-    "omegaconf": {"config", "sweep", "sweep_job", "run"},
+    "omegaconf": {"config", "sweep", "sweep_job", "build", "runs", "inference", "run"},
     "torchvision": {"vision"},
     "transformers": {"huggingface"},
 }
 """Packages that only these modules import; others use `from gpipe_cli.vision import torchvision` and the like."""
 
 WITHOUT_TORCH = {
-    "training.snapshot.durable",
-    "training.snapshot.manifest",
+    "runs.snapshots.durable",
+    "runs.snapshots.manifest",
     "schedule",
+    "launch.rank",
     "balance.solver",
     "config.schema",
     "safe_files",
-    "run_state",
+    "runs.state",
     "errors",
     "process_lifetime",
     "redaction",
@@ -130,12 +138,12 @@ def area_of(name: str) -> str:
 
 def is_allowed(importer: str, imported: str) -> bool:
     source, target = area_of(importer), area_of(imported)
-    if source == target:
+    if source == target or {source, target} == {"build", "run"}:
         return True
     if source in COMPONENTS:
         return target in COMPONENTS[source]
     if target in COMPONENTS:
-        return source == "run"
+        return source in BUILDERS
     return LEVEL_OF[source] < LEVEL_OF[target]
 
 

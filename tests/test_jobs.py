@@ -2,15 +2,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpipe_cli.config.words import quoted
-
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe
 
 
 def test_the_command_in_the_summary_is_the_typed_one(tiny: Gpipe, tmp_path: Path) -> None:

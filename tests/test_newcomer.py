@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import newcomer
+from tests.support import newcomer
 
 
 @pytest.mark.slow

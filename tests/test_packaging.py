@@ -20,10 +20,10 @@ REPOSITORY = Path(__file__).parent.parent
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, so that nothing is left in the checkout."""
     source = tmp_path_factory.mktemp("source") / "gpipe"
-    ignored = shutil.ignore_patterns(
-        ".git", "runs", "build", "*.egg-info", ".*_cache", "__pycache__", "venv", ".venv"
-    )
+    ignored = shutil.ignore_patterns(".git", "*.egg-info", ".*_cache", "__pycache__", "venv", ".venv")
     shutil.copytree(REPOSITORY, source, ignore=ignored)
+    for name in ("runs", "build"):  # what was left here by runs and builds, not the packages of these names
+        shutil.rmtree(source / name, ignore_errors=True)
     command = [
         sys.executable,
         "-m",

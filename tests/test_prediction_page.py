@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image
 
 from gpipe_cli.vision import torchvision  # noqa: F401 - the page imports it without the repairs of this module
+from tests.support.command_line import Gpipe
 from tests.test_docs import PREDICTION, commands, text_of
 
 COLORS = {"cat": (200, 120, 40), "dog": (60, 60, 90)}
@@ -39,7 +38,7 @@ def shortened(line: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_page_lead_from_training_to_a_prediction_without_gpipe(
-    gpipe: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+    gpipe: Gpipe, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_images()
     lines = commands(PREDICTION)

@@ -3,14 +3,13 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.process_lifetime import LOCK, remove_abandoned_folders, temporary_folder
+from tests.support.command_line import Gpipe
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +38,7 @@ def abandoned(kind: str) -> Path:
 
 
 def test_the_next_start_removes_what_a_killed_launcher_and_a_killed_sweep_have_left(
-    gpipe: Callable[..., Any],
+    gpipe: Gpipe,
 ) -> None:
     left = [abandoned(kind) for kind in ("ranks", "sweep")]
     with temporary_folder("ranks") as own:

@@ -15,20 +15,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import gpipe_cli
-from gpipe_cli.run_state import run_state
-from gpipe_cli.training.snapshot.contents import decode_tensors
-from gpipe_cli.training.snapshot.file_names import MODEL
-from gpipe_cli.training.snapshot.manifest import read_snapshot
-from gpipe_cli.training.snapshot.tensors import encode
-from tests.fault_injection import ALLOW, ROWS, TEMPLATE, TRAIN
-from tests.faulty_ranks import FAULT, SOCKETS
-from tests.sandbox import Sandbox, run_in_sandbox
-from tests.without_hydra import train_without_hydra
+from gpipe_cli.runs.snapshots.contents import decode_tensors
+from gpipe_cli.runs.snapshots.file_names import MODEL
+from gpipe_cli.runs.snapshots.manifest import read_snapshot
+from gpipe_cli.runs.snapshots.tensors import encode
+from gpipe_cli.runs.state import run_state
+from tests.support.command_line import Gpipe
+from tests.support.fault_injection import ALLOW, ROWS, TEMPLATE, TRAIN
+from tests.support.faulty_ranks import FAULT, SOCKETS
+from tests.support.run_files import rows as metrics_rows
+from tests.support.sandbox import Sandbox, run_in_sandbox
+from tests.support.without_hydra import train_without_hydra
 
 LAST = Path("snapshots", "step-00000008")
 LAUNCH = ("train", ALLOW, "run_dir=run")
@@ -99,7 +100,9 @@ TABLE = [
 
 
 def torchrun(folder: Path, *options: str, fault: str = "") -> subprocess.Popen[str]:
-    arguments = [word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN]
+    arguments = [
+        word.replace("tests.support.faulty.model", "tests.support.faulty_ranks.model") for word in TRAIN
+    ]
     command = ["-m", "torch.distributed.run", *options, "-m", "gpipe_cli", *arguments, "engine=processes"]
     return subprocess.Popen(
         # An address, because the name of this machine may resolve to anything.
@@ -162,7 +165,7 @@ def test_without_a_fault_the_others_log_and_rank_0_writes_the_rest() -> None:
     }
     assert [path.name for path in (run / "logs").iterdir()] == ["rank-1.log"]
     assert "step 8 | train loss" in (run / "logs" / "rank-1.log").read_text()
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_rows(run)
     assert [(row["step"], row["split"]) for row in rows] == ROWS
 
 
@@ -232,7 +235,7 @@ def test_torchrun_names_the_rank_that_raised_and_its_reason(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_an_evaluation_in_ranks_finds_what_one_process_does(
-    gpipe: Callable[..., Any],
+    gpipe: Gpipe,
 ) -> None:
     arguments = ("eval", f"run={TEMPLATE[0]}", ALLOW, "--json")
     in_ranks, alone = (gpipe(*arguments, engine).json for engine in ("engine=processes", "engine=single"))

@@ -6,7 +6,6 @@ import re
 import runpy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from benchmarks.published_lines import Line, published_lines
 from gpipe_cli import huggingface
 from gpipe_cli.config.compose import Request, compose
 from gpipe_cli.config.keys import Option, list_options
+from tests.support.command_line import Gpipe
 
 FULL = list_options("recipes")
 SMALL = list_options("recipes/small")
@@ -97,7 +97,7 @@ def test_a_recipe_passes_every_check(recipe: Option) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "line"), LINES)
-def test_a_published_line_is_reached_by_its_words(recipe: str, line: Line, gpipe: Callable[..., Any]) -> None:
+def test_a_published_line_is_reached_by_its_words(recipe: str, line: Line, gpipe: Gpipe) -> None:
     answer = gpipe("train", f"recipe={recipe}", *line.words, "--cfg", "job")
     assert answer.code == 0, answer.err
     for word in line.words:
@@ -114,7 +114,7 @@ def test_a_line_without_words_is_the_recipe_itself() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @each_that_runs_here
-def test_a_recipe_keeps_its_promise(recipe: Option, gpipe: Callable[..., Any]) -> None:
+def test_a_recipe_keeps_its_promise(recipe: Option, gpipe: Gpipe) -> None:
     make_needed(recipe)
     answer = gpipe("train", *words(recipe), "--json")
     assert answer.code == 0, answer.err

@@ -42,7 +42,7 @@ def test_no_file_of_a_run_holds_what_a_reference_stands_for(
 
 
 def test_a_message_in_the_log_of_a_run_names_the_reference(tmp_path: Path) -> None:
-    from gpipe_cli.run.recorder import run_log
+    from gpipe_cli.runs.recorder import run_log
     from gpipe_cli.training.metrics import LineFile
 
     remember("ROOT", "/data/hunter2")

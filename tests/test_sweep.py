@@ -20,7 +20,7 @@ import torch
 from joblib.externals import loky
 
 from gpipe_cli.accelerator import devices
-from tests.conftest import TINY, TINY_TRAINING
+from tests.support.user_models import TINY, TINY_TRAINING
 
 Gpipe = Callable[..., Any]
 SWEEP = ("train", "-m", "epochs=1", "seed=1,2")

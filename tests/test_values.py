@@ -64,4 +64,5 @@ def test_lengths_of_time_are_read_as_people_write_them(text: str, expected: floa
 def test_a_nested_mapping_becomes_dotted_keys() -> None:
     tree = {"a": {"b": 1, "c": {}}, "d": None, "e": [{"f": 2}]}
     assert dict(flatten(tree)) == {"a.b": 1, "d": None, "e": [{"f": 2}]}
-    assert dict(flatten(tree, elements=True)) == {"a.b": 1, "d": None, "e": [{"f": 2}], "e[0].f": 2}
+    inner = {"a": tree["a"], "a.c": {}, "e[0]": {"f": 2}, "e[0].f": 2}
+    assert dict(flatten(tree, inner=True)) == {**dict(flatten(tree)), **inner}

@@ -23,11 +23,10 @@ from gpipe_cli.check.bits import small_batch, small_model
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.distributed.groups import backends_for
 from gpipe_cli.errors import ConfigError, GpipeError, Interrupted
-from gpipe_cli.launch.fork_server import program
 from gpipe_cli.launch.heartbeat import Heartbeats
+from gpipe_cli.launch.launcher import run_ranks
+from gpipe_cli.launch.rank import run_rank
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
-from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
-from gpipe_cli.launch.rank_process import run_rank
 from gpipe_cli.launch.rank_setup import connect_ranks
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.torch_internals.cuda_sanitizer import find_races, offers_sanitizer
@@ -52,20 +51,17 @@ def run_in_children(
 ) -> Mapping[str, Any]:
     """Run a function of this module in one process per device; what the first returns."""
     names = [str(device) for device in devices]
-
-    def arguments(files: RankFiles) -> list[str]:
-        files.write_task(RankTask("check", names, "gpipe check", "", "", False, [], time.monotonic()))
-        call = f"{__name__}.run_as_child(sys.argv[1], {__name__}.{part.__name__})"
-        return program(f"import {__name__}", call, files.folder)
-
-    try:
-        report = RankGroup(names, timeout).run(arguments)
-    except RanksFailed as failed:
-        if isinstance(failed.cause, Interrupted):  # not a result of the check: Ctrl-C ends the whole command
-            raise KeyboardInterrupt from failed
-        raise failed.cause from failed
-    assert report.summary is not None, "the first child reports figures"
-    return report.summary
+    task = RankTask("check", names, "gpipe check", "", "", False, [], time.monotonic())
+    call = f"{__name__}.run_as_child(sys.argv[1], {__name__}.{part.__name__})"
+    attempt = run_ranks(task, f"import {__name__}", call, names, timeout)
+    if isinstance(attempt.cause, Interrupted):  # not a result of the check: Ctrl-C ends the whole command
+        raise KeyboardInterrupt from attempt.cause
+    if attempt.cause is not None:
+        raise attempt.cause
+    assert attempt.report is not None and attempt.report.summary is not None, (
+        "the first child reports figures"
+    )
+    return attempt.report.summary
 
 
 def run_as_child(folder: str, part: Part) -> NoReturn:
@@ -74,7 +70,7 @@ def run_as_child(folder: str, part: Part) -> NoReturn:
 
     def run(files: RankFiles, task: RankTask) -> Mapping[str, Any]:
         devices = [torch.device(name) for name in task.overrides]
-        # The supervisor ends children whose step takes too long: all of this is one step.
+        # The launcher ends children whose step takes too long: all of this is one step.
         with Heartbeats(files.heartbeats, len(devices)).in_step(int(os.environ["RANK"])):
             return part(files, devices)
 

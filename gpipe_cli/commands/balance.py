@@ -6,16 +6,16 @@ import shlex
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.balance.solver import sums
+from gpipe_cli.build.components import balance_name, measures_layers
+from gpipe_cli.build.parts import RunParts, build_parts
+from gpipe_cli.build.step import make_memory, make_sample, sample_must_fit
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import BalanceConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.run.build import RunParts, build_parts
-from gpipe_cli.run.components import balance_name, measures_layers
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.training_step import make_memory, make_sample, sample_must_fit
 
 
 def run(settings: BalanceConfig, job: Job) -> Summary:

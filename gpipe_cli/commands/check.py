@@ -17,15 +17,15 @@ from gpipe_cli.check.devices import check_counters, check_devices, check_links
 from gpipe_cli.check.ranks import check_races, check_ranks
 from gpipe_cli.check.row import Check, Machine, Row, Verdict, run_check, worst
 from gpipe_cli.check.speed import check_overlap, check_speed
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import CheckConfig
 from gpipe_cli.errors import GpipeError
 from gpipe_cli.report.environment import environment
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.render import PAGE
 from gpipe_cli.report.tables import print_check_rows, print_facts
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.summary import write_report
-from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
+from gpipe_cli.runs.directory import check_run_dir, make_run_directory, write_json
+from gpipe_cli.runs.summary import write_report
 
 CHECKS: dict[str, Check] = {
     "devices": check_devices,

@@ -19,11 +19,11 @@ from gpipe_cli.config.config_file import (
     saved_command,
 )
 from gpipe_cli.config.files import dump_mapping, load_mapping
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.keys import Option, chosen_options, list_options
 from gpipe_cli.config.schema import SCHEMAS, CpConfig
 from gpipe_cli.errors import ConfigError, ResourceError, RunError, or_list
 from gpipe_cli.report.formatting import one_line
-from gpipe_cli.run.job import Job, Summary
 
 RUN = "run/"
 """What comes before the directory of a run, as a group does before an option."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import EvalConfig
-from gpipe_cli.launch.rank_setup import is_main_process
+from gpipe_cli.inference.trained import TrainedModel, use_trained, with_saved_settings
+from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.trained import TrainedModel, use_trained, with_saved_settings
 from gpipe_cli.training.loop import evaluate
 
 

@@ -8,20 +8,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import ExportConfig
 from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.inference.export import hf_directory
+from gpipe_cli.inference.spec import METADATA_KEY, SPEC_FILE, spec_of_run
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.run.base_weights import base_of_snapshot
-from gpipe_cli.run.export import hf_directory
-from gpipe_cli.run.inference_spec import METADATA_KEY, SPEC_FILE, spec_of_run
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.saved_run import choose_snapshot
-from gpipe_cli.training.snapshot.contents import decode_tensors
-from gpipe_cli.training.snapshot.durable import write_file
-from gpipe_cli.training.snapshot.file_names import MODEL
-from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot, first_valid_snapshot, run_directory_of
-from gpipe_cli.training.snapshot.tensors import encode
+from gpipe_cli.runs.saved import choose_snapshot
+from gpipe_cli.runs.snapshots.base_weights import base_of_snapshot
+from gpipe_cli.runs.snapshots.contents import decode_tensors
+from gpipe_cli.runs.snapshots.durable import write_file
+from gpipe_cli.runs.snapshots.file_names import MODEL
+from gpipe_cli.runs.snapshots.manifest import VerifiedSnapshot, first_valid_snapshot, run_directory_of
+from gpipe_cli.runs.snapshots.tensors import encode
 
 FORMATS = {"hf": hf_directory.write, "peft": hf_directory.write_adapter}
 """The formats that are directories."""

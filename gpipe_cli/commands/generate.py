@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Iterator
 
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import GenerateConfig
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.inference.generation import Sampling, TextFormat, TextStream, generate
+from gpipe_cli.inference.trained import TrainedModel, use_trained, with_saved_settings
 from gpipe_cli.report.output import print_status, print_text
-from gpipe_cli.run.generation import Sampling, TextFormat, TextStream, generate
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.trained import TrainedModel, use_trained, with_saved_settings
 
 STDIN = "-"
 MAX_PROMPT_BYTES = 2**24

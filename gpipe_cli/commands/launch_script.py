@@ -17,11 +17,11 @@ from typing import final
 
 from gpipe_cli import launch
 from gpipe_cli.config.checks import MOST_RANKS, check
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import LaunchScriptConfig
 from gpipe_cli.config.words import sets_key, without_keys
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.formatting import one_line
-from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.schedule.own_orders import may_share_devices
 from gpipe_cli.values import parse_duration
 

@@ -13,6 +13,13 @@ from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.devices import available_cores
+from gpipe_cli.build.components import check_components
+from gpipe_cli.build.fit import with_least_rows
+from gpipe_cli.build.loader import make_loader
+from gpipe_cli.build.model import build_without_storage, make_model
+from gpipe_cli.build.recorded_steps import as_step
+from gpipe_cli.build.step import make_loss
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import sets_key
@@ -27,16 +34,9 @@ from gpipe_cli.report.page.plan_page import plan_page
 from gpipe_cli.report.page.render import check_replaceable
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import print_step_timeline
-from gpipe_cli.run.components import check_components
-from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.estimated_devices import estimated_devices
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.model import build_without_storage, make_model
 from gpipe_cli.run.planning import Planned, Planner
-from gpipe_cli.run.task_check import with_least_rows
-from gpipe_cli.run.timeline import as_step
-from gpipe_cli.run.training_step import make_loss
-from gpipe_cli.training.run_directory import write_text
+from gpipe_cli.runs.directory import write_text
 from gpipe_cli.values import format_bytes
 
 # Keys that the printed train command does not repeat: they belong to gpipe plan, or the plan sets them.

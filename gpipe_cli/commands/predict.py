@@ -9,20 +9,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from gpipe_cli.build.loader import make_loader
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import PredictConfig
 from gpipe_cli.config.words import override_group
 from gpipe_cli.errors import ConfigError, DataError
-from gpipe_cli.launch.rank_setup import is_main_process, is_rank
+from gpipe_cli.inference.inputs import find_files
+from gpipe_cli.inference.predict import MaskFolder, Predictor, Row, check_out, open_inputs
+from gpipe_cli.inference.spec import SEGMENTATION, InferenceSpec
+from gpipe_cli.inference.trained import TrainedModel, saved_spec, use_trained, with_saved_settings
+from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.report.output import print_status, print_text
 from gpipe_cli.report.tables import csv_text, print_predictions
-from gpipe_cli.run.data import make_loader
-from gpipe_cli.run.inference_spec import SEGMENTATION, InferenceSpec
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.prediction import MaskFolder, Predictor, Row, check_out, open_inputs
-from gpipe_cli.run.prediction_input import find_files
-from gpipe_cli.run.trained import TrainedModel, saved_spec, use_trained, with_saved_settings
+from gpipe_cli.runs.snapshots.durable import write_file
 from gpipe_cli.safe_files import writing
-from gpipe_cli.training.snapshot.durable import write_file
 
 PROGRESS_SECONDS = 5
 

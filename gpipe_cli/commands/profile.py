@@ -12,6 +12,11 @@ from typing import Any
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.balance.time import balance_times, partition_costs
+from gpipe_cli.build.components import traits_of_engine
+from gpipe_cli.build.parts import RunParts, build_parts
+from gpipe_cli.build.recorded_steps import partition_for_timeline, print_timeline, record_timeline
+from gpipe_cli.build.step import make_sample
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Batch
@@ -23,14 +28,9 @@ from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, pri
 from gpipe_cli.report.page.render import PAGE
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import trace_json
-from gpipe_cli.run.build import RunParts, build_parts
-from gpipe_cli.run.components import traits_of_engine
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.setup import launch_facts, write_config, write_launch
-from gpipe_cli.run.summary import write_report
-from gpipe_cli.run.timeline import partition_for_timeline, print_timeline, record_timeline
-from gpipe_cli.run.training_step import make_sample
-from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json, write_text
+from gpipe_cli.runs.directory import check_run_dir, make_run_directory, write_json, write_text
+from gpipe_cli.runs.lifecycle import launch_facts, write_config, write_launch
+from gpipe_cli.runs.summary import write_report
 
 COSTS = ("forward_ms", "backward_ms", "forward_flops", "backward_flops")
 SIZES = ("saved_bytes", "parameters", "parameter_bytes")

@@ -12,13 +12,28 @@ from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.build.components import starts_ranks, traits_of_engine
+from gpipe_cli.build.loader import BatchLoader
+from gpipe_cli.build.optimizer import kept_state, optimizer_factory
+from gpipe_cli.build.parts import RunParts, make_engine, train_steps
+from gpipe_cli.build.ranks import (
+    build_parts_in_ranks,
+    connect,
+    run_in_ranks,
+    settings_for_rank,
+    with_heartbeat,
+)
+from gpipe_cli.build.step import autocast_of, make_sample
 from gpipe_cli.config.instantiate import instantiate
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.inference.spec import write_spec
 from gpipe_cli.launch.outcome import recorded_outcome
-from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, is_main_process, lost_peer_as_peer_error
+from gpipe_cli.launch.rank import is_main_process
+from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, lost_peer_as_peer_error
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.model_tables import (
@@ -32,25 +47,14 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.auto_plan import with_best_plan
-from gpipe_cli.run.build import RunParts, make_engine, train_steps
 from gpipe_cli.run.chosen_order import write_order
-from gpipe_cli.run.components import starts_ranks, traits_of_engine
-from gpipe_cli.run.data import BatchLoader
-from gpipe_cli.run.inference_spec import write_spec
-from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.optimizer import kept_state, optimizer_factory
-from gpipe_cli.run.ranks import (
-    build_parts_in_ranks,
-    connect,
-    run_in_ranks,
-    settings_for_rank,
-    with_heartbeat,
-)
-from gpipe_cli.run.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder
-from gpipe_cli.run.resume import ResumedRun, check_resumable, load_resumed_run, verified_in_ranks
-from gpipe_cli.run.run_page import RunPage
-from gpipe_cli.run.setup import RunSetup, check_disk_space, launch_facts, set_up_run, write_launch
-from gpipe_cli.run.summary import (
+from gpipe_cli.runs.directory import check_run_dir, planned_run_directory
+from gpipe_cli.runs.lifecycle import RunSetup, check_disk_space, launch_facts, set_up_run, write_launch
+from gpipe_cli.runs.page_files import RunPage
+from gpipe_cli.runs.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder
+from gpipe_cli.runs.resume import ResumedRun, check_resumable, load_resumed_run, verified_in_ranks
+from gpipe_cli.runs.snapshots.manager import Retention, SnapshotManager, save_and_stop
+from gpipe_cli.runs.summary import (
     print_summary,
     stop_with_resume_command,
     summarize,
@@ -58,12 +62,9 @@ from gpipe_cli.run.summary import (
     write_report,
     write_summary,
 )
-from gpipe_cli.run.training_step import autocast_of, make_sample
 from gpipe_cli.training.early_stop import EarlyStop
 from gpipe_cli.training.loop import EvalResult, TrainSpec, train
-from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.signals import defer_signals
-from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager, save_and_stop
 from gpipe_cli.values import parse_duration
 
 Rows = Sequence[Mapping[str, Any]]

@@ -17,16 +17,16 @@ from typing import Any
 from gpipe_cli.config.targets import resolve_target
 from gpipe_cli.errors import ConfigError, DataError, GpipeError, or_list
 
-YAML_TYPES: Mapping[Any, tuple[str, Any]] = {
-    bool: ("true or false", bool),
-    int: ("a whole number", int),
-    float: ("a number", int | float),
-    str: ("text", str),
-    list: ("a list such as [1,2]", list | tuple),
-    dict: ("a mapping", Mapping),
-    NoneType: ("null", NoneType),
+YAML_TYPES: Mapping[Any, tuple[str, tuple[type, ...]]] = {
+    bool: ("true or false", (bool,)),
+    int: ("a whole number", (int,)),
+    float: ("a number", (int, float)),
+    str: ("text", (str,)),
+    **dict.fromkeys((list, tuple, Sequence), ("a list such as [1,2]", (list, tuple))),
+    dict: ("a mapping", (dict,)),
+    **dict.fromkeys((None, NoneType), ("null", (NoneType,))),
 }
-"""What messages call an annotation, and the type of the values that fit it."""
+"""What messages call an annotation, and the types of the values that fit it; true is no number, as it is to Python."""
 _DOWNLOADS = re.compile(r"weights|pretrained|download$")
 
 
@@ -51,10 +51,12 @@ def bind(
     """
     path, target = path or group, node.get("_target_")
     function = resolve_target(f"{path}._target_", target, group, allow)
+    parameters = _parameters(function)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
-    _check_arguments(function, f"{target}", path, arguments, offered)
+    if function.__module__.startswith("torchvision."):
+        _disable_downloads(function, f"{target}", path, arguments)
+    _check_arguments(parameters, f"{target}", path, arguments, offered)
     builders = {key: _builder(value, f"{path}.{key}", group, allow) for key, value in arguments.items()}
-    parameters = inspect.signature(function).parameters
     runtime = {name: value for name, value in offered.items() if name in parameters}
 
     def build() -> Any:
@@ -85,14 +87,16 @@ def accepted_arguments(node: Mapping[str, Any], group: str, allow: Sequence[str]
 
 def type_mismatch(value: Any, annotation: Any) -> str | None:
     """`expected a number`, or None if the YAML value fits the annotation or the annotation cannot be judged."""
-    kinds = _yaml_types(annotation)
-    # bool is an int to Python, but true is not a number.
-    if kinds is None or any(
-        isinstance(value, YAML_TYPES[kind][1]) and (kind is bool or not isinstance(value, bool))
-        for kind in kinds
-    ):
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = [
+        typing.get_origin(member) or member
+        for member in (typing.get_args(annotation) if is_union else [annotation])
+        # No YAML value is ever a tensor, so `float | Tensor` still asks for a number.
+        if not (isinstance(member, type) and member.__module__.startswith("torch"))
+    ]
+    if any(member not in YAML_TYPES or type(value) in YAML_TYPES[member][1] for member in members):
         return None
-    return f"expected {' or '.join(dict.fromkeys(YAML_TYPES[kind][0] for kind in kinds))}"
+    return f"expected {' or '.join(dict.fromkeys(YAML_TYPES[member][0] for member in members))}"
 
 
 def _builder(value: Any, path: str, group: str, allow: Sequence[str]) -> Callable[[], Any]:
@@ -109,24 +113,21 @@ def _builder(value: Any, path: str, group: str, allow: Sequence[str]) -> Callabl
 
 
 def _check_arguments(
-    function: Callable[..., Any],
+    parameters: Mapping[str, inspect.Parameter],
     target: str,
     path: str,
-    arguments: dict[str, Any],
+    arguments: Mapping[str, Any],
     offered: Mapping[str, Any],
 ) -> None:
-    """Reject arguments that are unknown, missing, of the wrong type, or that download."""
-    parameters = inspect.signature(function).parameters
+    """Reject arguments that are unknown, missing or of the wrong type."""
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    annotations = _annotations(function)
-    if function.__module__.startswith("torchvision."):
-        _disable_downloads(function, target, path, arguments)
     for key, value in arguments.items():
         if key in offered or (key not in parameters and not takes_any):
             known = [name for name in parameters if name not in offered]
             raise ConfigError(f"unknown key '{path}.{key}': {target} does not take it; {or_list(key, known)}")
         is_component = isinstance(value, Mapping) and "_target_" in value
-        if not is_component and (problem := type_mismatch(value, annotations.get(key, Any))):
+        annotation = parameters[key].annotation if key in parameters and not is_component else Any
+        if problem := type_mismatch(value, annotation):
             raise ConfigError(f"{path}.{key}={value}: {problem}")
     for name, parameter in parameters.items():
         takes_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -134,14 +135,11 @@ def _check_arguments(
             raise ConfigError(f"{path}.{name}: {target} needs it; give {path}.{name}=...")
 
 
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of the arguments; empty if they cannot be evaluated."""
-    try:
-        return inspect.get_annotations(
-            function.__init__ if inspect.isclass(function) else function, eval_str=True
-        )
-    except (NameError, TypeError, AttributeError):
-        return {}
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters, with their annotations as types where these can be evaluated."""
+    with suppress(NameError, TypeError, AttributeError):
+        return inspect.signature(function, eval_str=True).parameters
+    return inspect.signature(function).parameters
 
 
 def _disable_downloads(
@@ -159,16 +157,3 @@ def _disable_downloads(
     for key, parameter in inspect.signature(function).parameters.items():
         if _DOWNLOADS.match(key) and parameter.default not in (None, False):
             arguments.setdefault(key, None)
-
-
-def _yaml_types(annotation: Any) -> list[Any] | None:
-    """The keys of YAML_TYPES that an annotation admits; None if YAML values cannot be judged by it."""
-    origin = typing.get_origin(annotation) or annotation
-    if origin in (typing.Union, types.UnionType):
-        members = [_yaml_types(member) for member in typing.get_args(annotation)]
-        return None if None in members else [kind for member in members for kind in member or ()]
-    kind = {None: NoneType, tuple: list, Sequence: list}.get(origin, origin)
-    if kind in YAML_TYPES:
-        return [kind]
-    # No YAML value is ever a tensor, so `float | Tensor` still asks for a number.
-    return [] if isinstance(origin, type) and origin.__module__.startswith("torch") else None

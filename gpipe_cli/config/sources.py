@@ -154,7 +154,7 @@ class YamlFolder(ConfigSource):
         if not config_path:
             return self.available()
         # A folder without YAML files is no group: in an installed package, recipes/ lies beside folders of code, and
-        # gpipe_cli/run must not turn the key `run` into a group.
+        # gpipe_cli/runs must not turn a key `runs` into a group.
         return any(self._inside(config_path).glob("*.yaml"))
 
     def is_config(self, config_path: str) -> bool:

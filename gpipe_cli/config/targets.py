@@ -5,7 +5,7 @@ anything, and judges the imported object again. From gpipe_cli, a group accepts 
 files under conf/ name, so a new component is still one .py and one .yaml. From torch and torchvision it accepts a
 kind of object: layers, losses, optimizers, registered model builders. The module that a name sits in proves nothing:
 `torch.nn` also contains `torch`, and `gpipe_cli.engines` also contains functions that open files. The few functions
-that a list of layers may call (`{call: torch.flatten}`) are listed in run/model.py.
+that a list of layers may call (`{call: torch.flatten}`) are listed in build/model.py.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import COMPONENT_GROUPS
 from gpipe_cli.config.words import SHIPPED
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 from gpipe_cli.huggingface import import_package
+from gpipe_cli.values import flatten
 
 DATASETS = ("FakeData", "ImageFolder", "MNIST", "FashionMNIST", "KMNIST")
 """The torchvision datasets that unpickle nothing but tensors."""
@@ -37,33 +37,27 @@ REMOVED = {"gpipe_cli.data.csv_table.build": REMOVED_TABLES}
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no private segment
 
 
-@final
-@dataclass(frozen=True)
-class LibraryKind:
-    """The objects from torch and torchvision that a group accepts; `_is_of_kind` judges the objects themselves."""
-
-    description: str
-    prefixes: tuple[str, ...]
-
-
-LIBRARY_KINDS = {
-    "model": LibraryKind(
-        "a layer of torch.nn, a model of torchvision.models", ("torch.nn.", "torchvision.models.")
-    ),
-    "loss": LibraryKind("a loss of torch.nn", ("torch.nn.",)),
-    "optimizer": LibraryKind("an optimizer of torch.optim", ("torch.optim.",)),
-    "data": LibraryKind(
+LIBRARIES = {
+    "model": ("a layer of torch.nn, a model of torchvision.models", ("torch.nn.", "torchvision.models.")),
+    "loss": ("a loss of torch.nn", ("torch.nn.",)),
+    "optimizer": ("an optimizer of torch.optim", ("torch.optim.",)),
+    "data": (
         f"one of torchvision.datasets.{{{','.join(DATASETS)}}}",
         tuple(f"torchvision.datasets.{name}" for name in DATASETS),
     ),
 }
+"""What a group accepts from torch and torchvision, and how the names begin; `_is_of_kind` judges the objects."""
 
 
 def check_targets(tree: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
     """Reject a tree that names a target its group does not accept, without importing anything."""
     for group, node in tree.items():
-        for path, target in _targets_below(group, node):
-            check_target_name(path, target, group, allow)
+        for path, value in flatten(node, group, inner=True):
+            key = path.rpartition(".")[2]
+            if key == "_target_":
+                check_target_name(path, value, group, allow)
+            elif key.startswith("_") and key.endswith("_"):
+                raise ConfigError(f"{path}: not supported; a node has a _target_ and its arguments")
 
 
 def check_target_name(path: str, target: Any, group: str, allow: Sequence[str]) -> None:
@@ -134,13 +128,13 @@ def is_trusted(name: str, allow: Sequence[str]) -> bool:
 
 def accepts_name(target: str, group: str) -> bool:
     """Whether the group may accept the target, judged by its name alone; imports nothing."""
-    kind = LIBRARY_KINDS.get(group)
-    return target in own_targets(group) or (kind is not None and target.startswith(kind.prefixes))
+    _, prefixes = LIBRARIES.get(group, ("", ()))
+    return target in own_targets(group) or target.startswith(prefixes)
 
 
 def accepts_object(target: str, resolved: Any, group: str) -> bool:
     """Whether the group accepts the object that the target resolved to."""
-    return target in own_targets(group) or (group in LIBRARY_KINDS and _is_of_kind(resolved, group))
+    return target in own_targets(group) or (group in LIBRARIES and _is_of_kind(resolved, group))
 
 
 @cache
@@ -148,53 +142,32 @@ def own_targets(group: str) -> frozenset[str]:
     return frozenset(option.target for option in list_options(group) if option.target is not None)
 
 
-def _targets_below(path: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Every `_target_` at or below the node, with its path."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            if key == "_target_":
-                yield f"{path}._target_", value
-            elif str(key).startswith("_") and str(key).endswith("_"):
-                raise ConfigError(f"{path}.{key}: not supported; a node has a _target_ and its arguments")
-            else:
-                yield from _targets_below(f"{path}.{key}", value)
-    elif isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            yield from _targets_below(f"{path}[{index}]", value)
-
-
 def _refusal(given: str, group: str, target: str) -> str:
     """Why the target is refused, and what to type to allow it."""
     root = target.partition(".")[0]
     if root not in SHIPPED:
         return f"add allow=[{root}] to the command line if you trust {root}; {given}not allowed here"
-    kind = [LIBRARY_KINDS[group].description] if group in LIBRARY_KINDS else []
-    accepted = f"{group} accepts {', '.join([*kind, *sorted(own_targets(group))])}"
+    accepted = ", ".join([*LIBRARIES.get(group, ())[:1], *sorted(own_targets(group))])
     suggestion = did_you_mean(target, own_targets(group))
-    return "; ".join(filter(None, (f"{given}not allowed here", accepted, suggestion)))
+    return "; ".join(filter(None, (f"{given}not allowed here", f"{group} accepts {accepted}", suggestion)))
 
 
 def _is_of_kind(candidate: Any, group: str) -> bool:
     """Whether torch or torchvision define the object as one of the group's kind."""
-    from torch import fx, nn
-    from torch.optim import Optimizer
+    from torch import fx, nn, optim
 
-    def is_subclass(base: type, home: str) -> bool:
-        is_class = inspect.isclass(candidate) and issubclass(candidate, base)
-        return is_class and f"{candidate.__module__}.".startswith(home)
+    if group == "data" or (group == "model" and not inspect.isclass(candidate)):
+        from gpipe_cli.vision import torchvision
 
-    if group == "loss":
-        return is_subclass(nn.Module, "torch.nn.modules.loss.")
-    if group == "optimizer":
-        return is_subclass(Optimizer, "torch.optim.") and candidate is not Optimizer
+        models, datasets = torchvision.models, torchvision.datasets
+        builders = [models.get_model, *map(models.get_model_builder, models.list_models())]
+        return candidate in (builders if group == "model" else [getattr(datasets, name) for name in DATASETS])
     # Wrappers for several devices and parametrizations are modules too, but are defined elsewhere.
-    if group == "model" and is_subclass(nn.Module, "torch.nn.modules."):
-        return True
-    from gpipe_cli.vision import torchvision
-
-    if group == "data":
-        return candidate in [getattr(torchvision.datasets, name) for name in DATASETS]
-    models = torchvision.models
-    if is_subclass(nn.Module, "torchvision.models."):
-        return not issubclass(candidate, fx.GraphModule)  # it compiles the code it is given
-    return candidate in [models.get_model, *map(models.get_model_builder, models.list_models())]
+    homes = {"loss": "torch.nn.modules.loss.", "optimizer": "torch.optim."}
+    home = homes.get(group, ("torch.nn.modules.", "torchvision.models."))
+    if not inspect.isclass(candidate) or not f"{candidate.__module__}.".startswith(home):
+        return False
+    # An Optimizer as such updates nothing, and a GraphModule compiles the code it is given.
+    is_optimizer = issubclass(candidate, optim.Optimizer) and candidate is not optim.Optimizer
+    is_module = issubclass(candidate, nn.Module) and not issubclass(candidate, fx.GraphModule)
+    return is_optimizer if group == "optimizer" else is_module

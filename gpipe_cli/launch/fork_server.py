@@ -1,7 +1,7 @@
 """The process that imports torch once and forks the ranks of a launcher, and the launcher's end of it.
 
 Forking is safe only while a process has one thread: a lock that another thread holds would stay locked in the child.
-So the launcher, which supervises in a thread and may have trained, does not fork; it starts an interpreter that does
+So the launcher, which may have trained, does not fork; it starts an interpreter that does
 nothing but import, fork and wait. All user code is imported by the ranks.
 
 The two talk over a socket pair: the server sends the process ids of the ranks, waits until the launcher has opened
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -39,8 +40,8 @@ fork_ranks(lambda: {call})
 """
 LAUNCHER = "GPIPE_LAUNCHER"
 """An environment variable: the process id of the parent, for a server also the number of its socket."""
-SHUTDOWN_SECONDS = 1.0
-"""How long a server has to end after its ranks."""
+LONGEST_MESSAGE = 2**16
+"""The process ids of all ranks have room."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
@@ -54,12 +55,13 @@ def program(imports: str, call: str, folder: Path) -> list[str]:
 
 @final
 class ForkServer:
-    """Starts a server and its ranks. Use it in a `with` statement, which ends the server."""
+    """A server and the ranks that it forks. Use it in a `with` statement, which ends all of them."""
 
     def __init__(self, arguments: Sequence[str], ranks: int) -> None:
         """arguments: of an interpreter that calls `fork_ranks`; see `program`."""
         self._ranks = ranks
-        self._socket, other = socket.socketpair()
+        self._pidfds: dict[int, int] = {}
+        self._socket, other = socket.socketpair(type=socket.SOCK_SEQPACKET)  # one packet for each message
         size = str(ranks)
         environment = {
             **os.environ,
@@ -73,51 +75,59 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, *arguments], env=environment, pass_fds=[other.fileno()]
             )
-        self._lines = self._socket.makefile("r", encoding="ascii")
 
     def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.shutdown(socket.SHUT_WR)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(SHUTDOWN_SECONDS)
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
+        self._process.kill()  # and with it ranks whose process ids it has not sent yet
         self._process.wait()
-        self._lines.close()
-        self._socket.close()  # last: the server may still send exit codes
+        for pidfd in self._pidfds.values():
+            select.select([pidfd], [], [])  # until it has ended
+            os.close(pidfd)
+        self._socket.close()
 
     def process_ids(self) -> Mapping[int, int]:
-        """Wait until all ranks have started; their process ids by rank. They are valid until `exit_codes`."""
-        ids = [int(word) for word in self._lines.readline().split()]
-        if len(ids) < self._ranks:
-            raise self._ended()
-        return dict(enumerate(ids))
-
-    def exit_codes(self) -> Mapping[int, int]:
-        """Wait until all ranks have ended; their exit codes by rank, for a signal its negative number."""
+        """Wait until all ranks have started; their process ids by rank."""
+        ids = dict(enumerate(self._receive()))
+        # A pidfd stays with its process, while the kernel may give the number of a dead process to another.
+        for rank, process_id in ids.items():
+            with suppress(ProcessLookupError):  # its server was killed, and it with its server
+                self._pidfds[rank] = os.pidfd_open(process_id)
         self._socket.shutdown(socket.SHUT_WR)  # now the server may reap them
+        return ids
+
+    def exit_codes(self, seconds: float) -> Mapping[int, int]:
+        """Wait so long for ranks to end; the exit codes of those that have, for a signal its negative number."""
+        # SIGSTOP may hold the server, which only waits for its ranks: they do not notice if it goes on.
+        self._process.send_signal(signal.SIGCONT)
         codes: dict[int, int] = {}
-        for line in self._lines:
-            rank, code = line.split()
-            codes[int(rank)] = int(code)
-        if len(codes) < self._ranks:
-            raise self._ended()
+        while self._ranks and select.select([self._socket], [], [], 0 if codes else seconds)[0]:
+            rank, code = self._receive()
+            codes[rank] = code
+            self._ranks -= 1
         return codes
 
-    def wake(self) -> None:
-        """Continue the server if SIGSTOP holds it; it only waits for its ranks, so ranks do not notice."""
-        self._process.send_signal(signal.SIGCONT)
+    def send_signal(self, number: int) -> None:
+        """Send a signal to all ranks that have not ended."""
+        for pidfd in self._pidfds.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, number)
 
-    def kill(self) -> None:
-        """End the server, and with it all ranks."""
-        self._process.kill()
-
-    def _ended(self) -> PeerError:
+    def _receive(self) -> list[int]:
+        """The next message of the server; PeerError if it has ended."""
+        if message := self._socket.recv(LONGEST_MESSAGE):
+            return [int(word) for word in message.split()]
         code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
-        return PeerError(f"the process that starts the ranks {how}{hint}")
+        how = killed_by(-code) if code < 0 else f"ended with exit code {code}"
+        raise PeerError(f"the process that starts the ranks {how}")
+
+
+def killed_by(number: int) -> str:
+    """How a process ended that a signal killed, for messages."""
+    hint = ", perhaps because memory ran out" if number == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(number).name}{hint}"
 
 
 @contextmanager
@@ -153,14 +163,13 @@ def fork_ranks(run: Callable[[], NoReturn]) -> NoReturn:
         ranks: dict[int, int] = {}
         for rank in range(int(os.environ["WORLD_SIZE"])):
             ranks[_fork(rank, run, launcher) if forks else _start(rank)] = rank
-        launcher.sendall(f"{' '.join(map(str, ranks))}\n".encode())
-        launcher.recv(
-            1
-        )  # returns when the launcher has opened them; until then, no other process gets their ids
+        launcher.send(" ".join(map(str, ranks)).encode())
+        # Returns when the launcher has opened them; until then, no other process gets their ids.
+        launcher.recv(1)
         while ranks:
             child, status = os.wait()
             if child in ranks:
-                launcher.sendall(f"{ranks.pop(child)} {os.waitstatus_to_exitcode(status)}\n".encode())
+                launcher.send(f"{ranks.pop(child)} {os.waitstatus_to_exitcode(status)}".encode())
     os._exit(0)
 
 

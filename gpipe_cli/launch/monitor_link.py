@@ -194,7 +194,7 @@ class Spoke:
                     exit_code, text = message["verdict"]
                     self._verdict = ERRORS_BY_EXIT_CODE.get(exit_code, PeerError)(text)
         except ConnectionError:
-            self._lose(PeerError(f"{self._surroundings.names([0])}: {DIED}"))
+            self._lose(PeerError(f"{self._surroundings.names([0])}{DIED}"))
         except OSError:
             self._lose_host()
 

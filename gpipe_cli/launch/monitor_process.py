@@ -26,8 +26,10 @@ from gpipe_cli.launch.heartbeat import NOT_IN_STEP, Heartbeats
 from gpipe_cli.launch.interfaces import interface_of_address, listen_on, unanswered_addresses
 from gpipe_cli.launch.monitor_link import Hub, Spoke
 from gpipe_cli.launch.outcome import leave_exit_code, write_outcome
+from gpipe_cli.launch.rank import leave_reason
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.launch.rank_states import (
+    DIED,
     MISSED_SECONDS,
     RankStates,
     RankStatus,
@@ -38,7 +40,6 @@ from gpipe_cli.launch.rank_states import (
 from gpipe_cli.process_lifetime import AwakeClock, signal_with_parent, temporary_folder
 from gpipe_cli.report.output import print_status
 from gpipe_cli.safe_files import open_regular
-from gpipe_cli.torch_internals import torchrun
 
 POLL_SECONDS = 0.25
 BEAT_SECONDS = 0.5
@@ -152,7 +153,7 @@ class _Monitor:
             step_began,
             is_suspended(self._task.rank_process),
             self._files.read_exit_report(self._task.rank),
-            ended,
+            DIED if ended else "",
             unanswered_addresses() if takes_long else (),
         )
 
@@ -181,7 +182,7 @@ class _Monitor:
         """Write what the rank would have written if it could."""
         rank, run = self._task.rank, self._files.read_run_directory()
         leave_exit_code(verdict)
-        torchrun.leave_reason(f"gpipe: error: {verdict}", of_another=isinstance(verdict, PeerError))
+        leave_reason(f"gpipe: error: {verdict}", of_another=isinstance(verdict, PeerError))
         if rank == 0:
             print_status(f"gpipe: error: {verdict}")
         if run is None:

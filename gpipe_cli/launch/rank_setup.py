@@ -1,7 +1,6 @@
-"""This process as one of several ranks: whether it is one, and how it connects to the others.
+"""How a rank connects to the others and is supervised, whether gpipe or torchrun started it.
 
-`gpipe` starts the ranks itself (`launcher`), or torchrun does, also on several machines. Either way every rank runs the
-whole command; rank 0 prints and writes.
+Either way every rank runs the whole command; rank 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from gpipe_cli.accelerator.streams import set_current_device
 from gpipe_cli.distributed.groups import backends_for, setup_process_groups
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code
+from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
 from gpipe_cli.launch.rank_monitor import (
     RankMonitor,
@@ -38,7 +38,7 @@ from gpipe_cli.report.formatting import describe
 LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
 """Parts of torch's messages about a peer that died; torch raises a plain RuntimeError for most of them."""
 SUPERVISOR_MARGIN = 60.0
-"""Seconds added to torch's timeout, so that the supervisor is the first to report that a step takes too long."""
+"""Seconds added to torch's timeout, so that the launcher is the first to report that a step takes too long."""
 PRACTICALLY_FOREVER = timedelta(days=7)
 
 
@@ -53,15 +53,6 @@ class Connected:
 
 _connected: list[Connected] = []
 """How this process is connected, if it is: like torch's groups, there is one per process."""
-
-
-def is_rank() -> bool:
-    return distributed.is_torchelastic_launched()
-
-
-def is_main_process() -> bool:
-    """Whether this process prints and writes: rank 0, or the only process."""
-    return not is_rank() or os.environ["RANK"] == "0"
 
 
 @contextmanager

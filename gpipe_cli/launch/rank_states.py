@@ -2,19 +2,18 @@
 
 One failure brings down all ranks: the others only lose their peer, and torch names whichever it polls first. The root
 cause is the first rank that failed on its own. A rank is frozen if it is suspended, or in the same step, for longer
-than `step_timeout`. Under torchrun the monitors of all ranks report to that of rank 0.
+than `step_timeout`. The launcher itself looks what its ranks do; under torchrun the monitors of all ranks report to
+that of rank 0.
 
-Times are those of rank 0's machine when a report arrives: the clocks of two machines cannot be compared. A host is lost
-when its kernel no longer acknowledges what it is sent. A monitor that is silent on a host that answers is only stopped
-or slow, so its rank counts as unknown, and ends nothing while the others go on.
+Times are those at which a report arrives where it is judged: the clocks of two machines cannot be compared. A host is
+lost when its kernel no longer acknowledges what it is sent. A monitor that is silent on a host that answers is only
+stopped or slow, so its rank counts as unknown, and ends nothing while the others go on.
 """
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import inf
 from pathlib import Path
 from typing import Any, final
 
@@ -39,76 +38,14 @@ MISSED_SECONDS = 3.0
 """A rank that is silent for so long, several heartbeats, is lost if others are or if a step does not end."""
 STARTING_SECONDS = 60.0
 """How long a rank may at least take to connect: hosts read their programs from disks of unequal speed."""
-DIED = "ended without a report: it was killed, perhaps because memory ran out"
+DIED = ": ended without a report: it was killed, perhaps because memory ran out"
 SUSPENDED = -1.0
 """Takes the place of the heartbeat of a rank that is suspended outside a step."""
 ERRORS_BY_EXIT_CODE = {
     kind.exit_code: kind
     for kind in (ConfigError, DataError, RunError, NumericError, ResourceError, PeerError)
 }
-"""The launcher passes these on with their exit codes; any other exit code means that a layer raised."""
-
-
-@final
-@dataclass(frozen=True)
-class RankExit:
-    """How a rank ended, as the launcher observed it."""
-
-    rank: int
-    description: str
-    """Which part of the model it held, for messages."""
-    signal: int | None = None
-    """The signal that killed it; None if the launcher itself sent it."""
-    died_at: float = inf
-    """By the monotonic clock."""
-    report: ExitReport | None = None
-
-    @property
-    def failed(self) -> bool:
-        return self.report is None or not self.report.is_clean
-
-    @property
-    def failed_on_its_own(self) -> bool:
-        return self.signal is not None or (self.report is not None and not self.report.caused_by_peer)
-
-    @property
-    def failed_at(self) -> float:
-        # When the error was raised, if known: ranks take unequally long from there to their death.
-        return self.died_at if self.report is None else self.report.time
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} ({self.description})"
-
-
-def root_cause(exits: Sequence[RankExit]) -> GpipeError | None:
-    """The error of the first rank that failed on its own, else of the first that failed; None if none did."""
-    failed = [exit for exit in exits if exit.failed]
-    if not failed:
-        return None
-    # Time alone would blame a victim: a peer may report a closed connection before the rank that closed it is
-    # recorded.
-    first = min(failed, key=lambda exit: (not exit.failed_on_its_own, exit.failed_at))
-    if first.report is not None:
-        kind = ERRORS_BY_EXIT_CODE.get(first.report.exit_code, PeerRaised)
-        return kind(f"{first.name}: {first.report.message}")
-    if first.signal is None:
-        return PeerError(f"{first.name} exited without a report")
-    hint = ", perhaps because memory ran out" if first.signal == signal.SIGKILL else ""
-    return PeerError(f"{first.name} was killed by {signal.Signals(first.signal).name}{hint}")
-
-
-@final
-@dataclass(frozen=True)
-class Stall:
-    ranks: list[int]
-    """Those that were suspended for too long, or kept a step from ending in time."""
-    suspended: bool
-    """Whether a signal holds them."""
-
-    def error(self, names: str, step_timeout: float) -> StepTimeout:
-        state = "stopped (SIGSTOP, or a debugger)" if self.suspended else "in a step that does not end"
-        return StepTimeout(f"{names}: {state}; no answer within step_timeout={step_timeout:g} seconds")
+"""A verdict passes these on with their exit codes; any other exit code means that a layer raised."""
 
 
 @final
@@ -118,8 +55,13 @@ class StallDetector:
         self._unchanged: dict[int, tuple[float, float]] = {}
         """Each rank's last heartbeat, and since when it has not changed."""
 
-    def check(self, heartbeats: Mapping[int, float], suspended: Collection[int], now: float) -> Stall | None:
-        """now: by an `AwakeClock`. The heartbeats themselves may come from the clocks of other machines."""
+    def check(
+        self, heartbeats: Mapping[int, float], suspended: Collection[int], now: float
+    ) -> tuple[list[int], str] | None:
+        """The ranks that were suspended for too long, or kept a step from ending in time, and what they are doing.
+
+        now: by an `AwakeClock`. The heartbeats themselves may come from the clocks of other machines.
+        """
         # A list, not a generator: every rank's heartbeat has to be recorded, not only those up to the first overdue.
         overdue = [
             rank for rank in heartbeats if self._is_overdue(rank, heartbeats[rank], rank in suspended, now)
@@ -128,7 +70,9 @@ class StallDetector:
             return None
         # Ranks inside a step wait for their peers: a rank that has not entered it keeps the others waiting.
         outside_step = [rank for rank, heartbeat in heartbeats.items() if heartbeat == NOT_IN_STEP]
-        return Stall(sorted(suspended) or outside_step or list(heartbeats), suspended=bool(suspended))
+        if suspended:
+            return sorted(suspended), "stopped (SIGSTOP, or a debugger)"
+        return outside_step or list(heartbeats), "in a step that does not end"
 
     def _is_overdue(self, rank: int, heartbeat: float, suspended: bool, now: float) -> bool:
         state = SUSPENDED if suspended and heartbeat == NOT_IN_STEP else heartbeat
@@ -155,14 +99,14 @@ def process_state(process_id: int) -> str:
 @final
 @dataclass(frozen=True)
 class RankStatus:
-    """What a monitor reports about its rank, twice a second."""
+    """What a launcher sees of a rank, or a monitor reports about its own, several times a second."""
 
     step_began: float = NOT_IN_STEP
     suspended: bool = False
     report: ExitReport | None = None
     """Written by the rank when it fails or finishes; it may still be running."""
-    ended: bool = False
-    """Whether its process is gone."""
+    ended: str = ""
+    """How its process ended, as a message goes on after the name of the rank; empty while it runs."""
     unanswered: tuple[str, ...] = ()
     """Addresses that do not acknowledge what its host sends, in a step that takes long."""
 
@@ -182,7 +126,7 @@ class RankStatus:
             float(content["step_began"]),
             bool(content["suspended"]),
             None if report is None else ExitReport(**report),
-            bool(content["ended"]),
+            str(content["ended"]),
             tuple(map(str, content["unanswered"])),
         )
 
@@ -230,6 +174,7 @@ class RankStates:
         """The name of the host that has each address."""
         self._statuses = dict.fromkeys(range(size), RankStatus())
         self._failures: dict[int, ExitReport] = {}
+        """With the time of this machine, and the message as it goes on after the name of the rank."""
         self._stalls = None if step_timeout is None else StallDetector(step_timeout)
 
     @property
@@ -240,9 +185,11 @@ class RankStates:
         self._heard_at[rank] = self._reported_at[rank] = now
         self._statuses[rank] = status
         if status.report is not None and not status.report.is_clean:
-            self._failures.setdefault(rank, replace(status.report, time=now))
+            self._failures.setdefault(
+                rank, replace(status.report, message=f": {status.report.message}", time=now)
+            )
         elif status.ended and status.report is None:
-            self._fail(rank, DIED, now)
+            self._fail(rank, status.ended, now)
 
     def reach(self, rank: int, at: float) -> None:
         """The kernel of the rank's host has answered at that time."""
@@ -261,11 +208,7 @@ class RankStates:
         failures = self._failures.values()
         settled = any(now - report.time > SETTLE_SECONDS for report in failures)
         if settled or any(not report.caused_by_peer for report in failures):
-            exits = [
-                RankExit(rank, self._surroundings.describe(rank), report=report)
-                for rank, report in self._failures.items()
-            ]
-            return root_cause(exits)
+            return self._root_cause()
         running = [rank for rank, status in self._statuses.items() if not status.finished]
         if lost := self._silent_for(self._silence, running, now):
             return lost
@@ -279,12 +222,24 @@ class RankStates:
         )
         if stall is None:
             return None
+        ranks, doing = stall
         # A step that began just before a link was cut is overdue before the silence is.
         return (
             self._silent_for(MISSED_SECONDS, running, now)
             or self._cut_link(known)
-            or stall.error(self._surroundings.names(stall.ranks), self._step_timeout)
+            or StepTimeout(
+                f"{self._surroundings.names(ranks)}: {doing}; no answer within step_timeout={self._step_timeout:g} "
+                "seconds"
+            )
         )
+
+    def _root_cause(self) -> GpipeError:
+        """The error of the first rank that failed on its own, else of the first that failed."""
+        # Time alone would blame a victim: a peer may report a closed connection before the rank that closed it is
+        # recorded.
+        rank, failure = min(self._failures.items(), key=lambda item: (item[1].caused_by_peer, item[1].time))
+        kind = ERRORS_BY_EXIT_CODE.get(failure.exit_code, PeerRaised)
+        return kind(f"{self._surroundings.names([rank])}{failure.message}")
 
     def _cut_link(self, ranks: Sequence[int]) -> PeerError | None:
         """The error for hosts that do not reach each other, although both reach this one."""

@@ -14,7 +14,7 @@ from typing import Any, final
 
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number, parse_or_none, watched_metric
-from gpipe_cli.run_state import LOCK_NAME, OUTCOME, run_state
+from gpipe_cli.runs.state import LOCK_NAME, OUTCOME, run_state
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.values import lower_is_better
 

@@ -12,19 +12,19 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from gpipe_cli.build.components import check_components, engine_name, manual_balance, traits_of_engine
+from gpipe_cli.build.fit import with_least_rows
+from gpipe_cli.build.loader import make_loader
+from gpipe_cli.build.model import make_model
+from gpipe_cli.config.job import Job
 from gpipe_cli.config.schema import AutoPlanConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.launch.rank_setup import is_rank
+from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.plan.prediction import OFFLOAD, advice
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.components import check_components, engine_name, manual_balance, traits_of_engine
-from gpipe_cli.run.data import make_loader
-from gpipe_cli.run.job import Job
-from gpipe_cli.run.model import make_model
 from gpipe_cli.run.planning import Planner
-from gpipe_cli.run.task_check import with_least_rows
 from gpipe_cli.schedule.own_orders import AUTO
 
 NO_PLAN = AutoPlanConfig()

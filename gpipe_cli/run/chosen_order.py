@@ -14,6 +14,10 @@ from torch import nn
 
 from gpipe_cli.accelerator.devices import available_cores, is_accelerator
 from gpipe_cli.accelerator.memory import is_out_of_memory
+from gpipe_cli.build.components import traits_of_engine
+from gpipe_cli.build.loader import BatchLoader
+from gpipe_cli.build.optimizer import kept_state, optimizer_factory
+from gpipe_cli.build.step import autocast_of, make_sample, memory_limit, sample_must_fit
 from gpipe_cli.config.schema import (
     BalanceConfig,
     CostConfig,
@@ -33,16 +37,12 @@ from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample, frozen_layers, has_values
 from gpipe_cli.profiling.partition_memory import whole_state, with_bytes
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.components import traits_of_engine
-from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.measured_devices import room_to_measure
-from gpipe_cli.run.optimizer import kept_state, optimizer_factory
-from gpipe_cli.run.training_step import autocast_of, make_sample, memory_limit, sample_must_fit
+from gpipe_cli.runs.directory import write_text
 from gpipe_cli.schedule.files import FixedOrder, parse_schedule, read_schedule, schedule_text
 from gpipe_cli.schedule.own_orders import AUTO, FILE, OWN_ORDERS, one_by_one, similar_schedule
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
-from gpipe_cli.training.run_directory import write_text
 
 ORDER_FILE = "schedule.csv"
 """In the run directory; other runs and torch's pipelining can use it too."""

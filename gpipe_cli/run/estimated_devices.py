@@ -9,6 +9,7 @@ from typing import Any, final
 
 from torch import nn
 
+from gpipe_cli.build.step import autocast_of, with_gradient
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.costs import LayerCosts
@@ -20,7 +21,6 @@ from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.plan_memory import PlanMemory
-from gpipe_cli.run.training_step import autocast_of, with_gradient
 
 HOST_LINK = Link(0.01, 12e9)
 """Between the memory of the host and a device: what PCIe 3.0 x16 reaches."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from gpipe_cli.accelerator.devices import available_cores, free_and_total_bytes, is_accelerator, use_threads
 from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.build.step import autocast_of, sample_must_fit
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import Link, measure_link
@@ -22,7 +23,6 @@ from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.training_step import autocast_of, sample_must_fit
 
 BETWEEN_MACHINES = Link(0.0, 12e9)
 """Not measured: the bandwidth of PCIe 3.0 x16, or of a network of 100 Gbit/s."""

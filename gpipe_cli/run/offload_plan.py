@@ -16,6 +16,7 @@ from typing import final
 import torch
 from torch import nn
 
+from gpipe_cli.build.optimizer import optimizer_factory
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.sizing import DeviceDemand, device_demand, layer_bytes
@@ -26,7 +27,6 @@ from gpipe_cli.plan.prediction import OFFLOAD, Limit, Prediction
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.partition_memory import PartitionMemory
-from gpipe_cli.run.optimizer import optimizer_factory
 from gpipe_cli.run.plan_memory import PlanMemory
 from gpipe_cli.schedule.checkpoint import checkpoint_stops
 

@@ -12,6 +12,9 @@ from torch import nn
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import memory_objective_from_facts
+from gpipe_cli.build.loader import BatchLoader
+from gpipe_cli.build.optimizer import kept_state, optimizer_factory
+from gpipe_cli.build.step import autocast_of, sample_must_fit, with_gradient
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
@@ -25,9 +28,6 @@ from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
 from gpipe_cli.profiling.partition_memory import PartitionMemory, partition_memory, with_bytes
-from gpipe_cli.run.data import BatchLoader
-from gpipe_cli.run.optimizer import kept_state, optimizer_factory
-from gpipe_cli.run.training_step import autocast_of, sample_must_fit, with_gradient
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.search_problem import SearchProblem
 

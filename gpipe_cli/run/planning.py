@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from gpipe_cli.accelerator.devices import available_cores, default_partitions, resolve_devices
+from gpipe_cli.build.loader import BatchLoader
+from gpipe_cli.build.step import make_loss, memory_limit
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.config.words import override_key, sets_key
 from gpipe_cli.engines.protocol import Batch
@@ -38,12 +40,10 @@ from gpipe_cli.plan.search_space import (
 )
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.estimated_devices import EstimatedCosts, estimated_devices
 from gpipe_cli.run.measured_devices import MeasuredDevices
 from gpipe_cli.run.offload_plan import MicroBatches, OffloadPlanner
 from gpipe_cli.run.plan_memory import PlanMemory, PlanSizes
-from gpipe_cli.run.training_step import make_loss, memory_limit
 from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.own_orders import AUTO, FILE
 from gpipe_cli.schedule.search_problem import SearchProblem

@@ -11,7 +11,7 @@ from torch.nn import functional
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator.determinism import SETTINGS, WORKSPACE, deterministic_algorithms
 from gpipe_cli.errors import ConfigError
-from tests.broken_models import Scatter
+from tests.support.broken_models import Scatter
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator.memory import note_kernel_error, report_out_of_memory
-from tests.conftest import Answer
+from tests.support.command_line import Gpipe, UserModule
 
 ASSERT = (
     "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some other API "
@@ -105,9 +104,9 @@ def build(num_classes: int) -> nn.Sequential:
 
 
 def test_a_run_ends_with_that_error_and_saves_nothing_from_the_device(
-    gpipe: Callable[..., Answer], tmp_path: Path
+    gpipe: Gpipe, tmp_path: Path, user_module: UserModule
 ) -> None:
-    (tmp_path / "asserting_model.py").write_text(FAILING)
+    user_module("asserting_model", FAILING)
     model = "model._target_=asserting_model.build allow=[asserting_model] data=synthetic data.shape=[3,8,8]"
     pipe = "chunks=1 partitions=2 checkpoint=never"
     answer = gpipe(*f"train {model} {pipe} snapshot.every=1 steps=9 run_dir=run".split())

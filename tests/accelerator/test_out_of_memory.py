@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.report.formatting import describe
 from tests.accelerator.simulator import Simulator
-from tests.conftest import Answer
+from tests.support.command_line import Gpipe
 
 pytestmark = pytest.mark.accelerator
 
@@ -138,7 +137,7 @@ def test_a_full_receiver_is_named_not_the_sender(simulated: Simulator) -> None:
     ],
 )
 def test_a_model_that_does_not_fit_ends_the_command_with_exit_code_6(
-    words: str, says: str, simulated: Simulator, held: int, gpipe: Callable[..., Answer]
+    words: str, says: str, simulated: Simulator, held: int, gpipe: Gpipe
 ) -> None:
     with simulated.memory_limit(held + 2**20):
         answer = gpipe(*f"train model=mlp model.width=512 data=synthetic steps=1 {words}".split())
@@ -150,9 +149,7 @@ LARGE = "model=mlp model.width=256 model.depth=40 data=synthetic batch_size=8"
 """10 MiB of equal layers and 3 MiB before them. Training with momentum takes three times as much, measuring twice."""
 
 
-def test_a_model_larger_than_any_device_is_planned(
-    simulated: Simulator, held: int, gpipe: Callable[..., Answer]
-) -> None:
+def test_a_model_larger_than_any_device_is_planned(simulated: Simulator, held: int, gpipe: Gpipe) -> None:
     with simulated.memory_limit(held + 24 * 2**20):
         answer = gpipe("plan", *LARGE.split(), "devices=2", "optimizer=sgd", "chunks=2", "--json")
     assert answer.code == 0, answer.err
@@ -160,7 +157,7 @@ def test_a_model_larger_than_any_device_is_planned(
 
 
 def test_what_cannot_be_measured_on_one_device_can_be_counted(
-    simulated: Simulator, held: int, gpipe: Callable[..., Answer]
+    simulated: Simulator, held: int, gpipe: Gpipe
 ) -> None:
     with simulated.memory_limit(held + 11 * 2**20):
         answer = gpipe("profile", *LARGE.split(), "devices=2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.nn.functional import mse_loss
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from tests.accelerator.simulator import Simulator, loaded
+from tests.support.command_line import Gpipe
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.timeout(120)]
 
@@ -263,7 +263,7 @@ def test_a_step_with_tied_parameters_does_not_wait_for_any_device(simulated: Sim
 
 @pytest.mark.slow
 def test_gpt_trains_on_two_devices_and_resumes_with_the_bits_of_one(
-    accelerators: Devices, gpipe: Callable[..., Any]
+    accelerators: Devices, gpipe: Gpipe
 ) -> None:
     """`gpipe train model=gpt` failed on two devices: its embedding and its head share a matrix."""
     words = ["model=gpt", "model.depth=2", "model.width=16", "model.dropout=0.1", "data=text", "batch_size=8"]

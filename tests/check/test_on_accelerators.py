@@ -5,7 +5,6 @@ Figures of time decide nothing: simulated devices are as slow as the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,9 +15,9 @@ from gpipe_cli.check.bits import check_bits
 from gpipe_cli.check.devices import check_counters, check_devices, check_links
 from gpipe_cli.check.row import Machine, Verdict
 from gpipe_cli.check.speed import check_overlap, check_speed
+from tests.support.command_line import Gpipe
 
 pytestmark = pytest.mark.accelerator
-Gpipe = Callable[..., Any]
 
 
 @pytest.fixture

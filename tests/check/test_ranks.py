@@ -21,7 +21,7 @@ from gpipe_cli.check.ranks import (
 )
 from gpipe_cli.check.row import Machine, Verdict
 from gpipe_cli.errors import Interrupted, PeerError
-from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
+from gpipe_cli.launch.launcher import Attempt
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 FIGURES = {"backend": "nccl", "intact": True, "all_reduce_ms": 0.31, "send_gb_per_second": 20.5}
@@ -80,7 +80,8 @@ def test_values_that_arrive_changed_are_a_problem() -> None:
 
 
 def test_ctrl_c_while_children_run_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankGroup, "run", failing(RanksFailed(Interrupted("stopped at once"), None)))
+    interrupted = Attempt(Interrupted("stopped at once"), None, None)
+    monkeypatch.setattr(ranks, "run_ranks", lambda *arguments: interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_in_children(exchange_tensors, [CPU])
 

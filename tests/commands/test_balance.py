@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpipe_cli.values import parse_bytes
+from tests.support.command_line import Gpipe
 
-Gpipe = Callable[..., Any]
 TINY = (
     "model._target_=tiny_for_tests.build",
     "allow=[tiny_for_tests]",

@@ -11,8 +11,8 @@ import pytest
 
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.commands import check
+from tests.support.command_line import Gpipe
 
-Gpipe = Callable[..., Any]
 OK = Row("links", Verdict.OK, "24.0 GB/s", {"gb_per_second": 24.0})
 NOTE = Row("overlap", Verdict.NOTE, "0 % is hidden", {"hidden": 0.0}, "end other processes")
 

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from gpipe_cli.config.keys import list_options
-
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe
 
 
 @pytest.mark.parametrize(

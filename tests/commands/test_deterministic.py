@@ -1,17 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from gpipe_cli.pipeline.layer_loop import LayerLoop
+from tests.support.command_line import Gpipe
+from tests.support.run_files import weights
 
-Gpipe = Callable[..., Any]
-BROKEN = ("allow=[tests]", "model._target_=tests.broken_models.has_no_deterministic_kernel", "batch_size=16")
+BROKEN = (
+    "allow=[tests]",
+    "model._target_=tests.support.broken_models.has_no_deterministic_kernel",
+    "batch_size=16",
+)
 DATA = ("data=synthetic", "data.length=32", "devices=[cpu,cpu]", "log.every=1")
 
 
@@ -27,11 +30,6 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> set[bool]:
 
     monkeypatch.setattr(LayerLoop, "run", recorded)
     return seen
-
-
-def weights(run: str) -> dict[str, torch.Tensor]:
-    (path,) = Path(run).glob("snapshots/step-*/model.safetensors")
-    return load_file(path)
 
 
 def test_training_and_evaluation_use_deterministic_algorithms_and_change_no_bit_on_the_cpu(

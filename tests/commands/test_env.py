@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe
 
 
 def test_the_environment_is_a_list_to_paste_and_one_json_document(gpipe: Gpipe) -> None:

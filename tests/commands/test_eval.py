@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpipe_cli.run import saved_run
-from gpipe_cli.run import trained as trained_model
+from gpipe_cli.inference import trained as trained_model
+from gpipe_cli.runs import saved as saved_run
+from tests.support.command_line import Gpipe
+from tests.support.run_files import rows as metrics_rows
 
-Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 
 
@@ -160,7 +159,7 @@ def test_the_best_snapshot_is_evaluated_unless_another_is_asked_for(tiny: Gpipe,
     """A run that got worse at its end was evaluated and exported at its end, though it had printed a better epoch."""
     words = ["epochs=4", "snapshot.monitor=loss", "snapshot.keep=9", "optimizer.lr=3", "lr_schedule=constant"]
     last = tiny("train", *words, "run_dir=run", "--json").json
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = metrics_rows(tmp_path / "run")
     best = min((row for row in rows if row["split"] == "eval"), key=lambda row: float(row["loss"]))
     assert best["loss"] < last["loss"], "the learning rate is so high that training diverges"
     default = tiny("eval", "run=run", ALLOW, "--json")

@@ -1,21 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.models.resnet import build
+from gpipe_cli.runs.snapshots.manifest import snapshot_path
+from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
+from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.training.loop import Position
-from gpipe_cli.training.snapshot.manifest import snapshot_path
-from gpipe_cli.training.snapshot.record import TrainingRecord, versions
-from gpipe_cli.training.snapshot.writing import write_snapshot
 from gpipe_cli.vision import torchvision
+from tests.support.command_line import Gpipe
 
-Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.snapshot_tensors import snapshot_tensors
+from tests.support.command_line import Gpipe, UserModule
+from tests.support.run_files import snapshot_tensors
 
-Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 LINE = "frozen 4 tensors with 120 of 918 parameters: 0, 1"
 
@@ -109,9 +107,9 @@ class Net(nn.Module):
 
 
 def test_a_frozen_norm_that_tracing_would_take_apart_keeps_its_statistics(
-    tiny: Gpipe, tmp_path: Path
+    tiny: Gpipe, tmp_path: Path, user_module: UserModule
 ) -> None:
-    (tmp_path / "activated_for_tests.py").write_text(ACTIVATED, encoding="utf-8")
+    user_module("activated_for_tests", ACTIVATED)
     words = ("model._target_=activated_for_tests.Net", "allow=[activated_for_tests]")
     answer = tiny("train", *words, "freeze=[conv,norm]", "run_dir=r", "steps=2")
     assert answer.code == 0, answer.err

@@ -7,18 +7,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from gpipe_cli.cli import main
 from gpipe_cli.huggingface import transformers
-from gpipe_cli.run import generation
+from gpipe_cli.inference import generation
+from tests.support.command_line import Gpipe
 
-Gpipe = Callable[..., Any]
 MODEL = ("model=gpt", "model.width=16", "model.depth=2", "model.heads=2", "data.context=8", "threads=1")
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.snapshot_tensors import snapshot_tensors
+from tests.support.command_line import Gpipe, UserModule
+from tests.support.run_files import snapshot_tensors
 
-Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 HEAD = ("7.weight", "7.bias")
 
@@ -141,9 +139,9 @@ class Net(nn.Module):
 
 
 def test_a_traced_model_of_the_user_starts_from_a_file_and_a_dry_run_tells_so(
-    tiny: Gpipe, tmp_path: Path
+    tiny: Gpipe, tmp_path: Path, user_module: UserModule
 ) -> None:
-    (tmp_path / "traced_for_tests.py").write_text(TRACED, encoding="utf-8")
+    user_module("traced_for_tests", TRACED)
     stored = {"stem.weight": torch.zeros(4, 3, 3, 3), "stem.bias": torch.ones(4)}
     save_file(stored, tmp_path / "stem.safetensors")
     words = ("model._target_=traced_for_tests.Net", "allow=[traced_for_tests]")

@@ -8,20 +8,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from gpipe_cli.cli import main
-from tests.conftest import TINY_TRAINING
-from tests.snapshot_tensors import snapshot_tensors
+from tests.support.command_line import Gpipe
+from tests.support.run_files import snapshot_tensors
+from tests.support.user_models import TINY_TRAINING
 
 JOB_START = str(int(time.time()))
 """When Slurm started the job, in seconds since 1970."""
-Gpipe = Callable[..., Any]
 SLURM = ("slurm", "nodes=2", "gpus_per_node=4", "time_limit=4h", "run_dir=run")
 TORCHRUN = ("torchrun", "hosts=[node0,node1]", "gpus_per_node=4", "run_dir=run")
 HOSTILE = (

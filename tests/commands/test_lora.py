@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.hf.tiny_models import save_model, tiny_config
-from tests.snapshot_tensors import snapshot_tensors
+from tests.support.command_line import Gpipe
+from tests.support.hugging_face_models import save_model, tiny_config
+from tests.support.run_files import snapshot_tensors
 
-Gpipe = Callable[..., Any]
 LAST = "snapshots/step-00000004"
 WORDS = [
     *("model=hf", "model.path=base", "threads=1"),

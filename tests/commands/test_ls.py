@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from gpipe_cli.commands.ls import PLURALS, TOPICS
-
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe
 
 
 @pytest.mark.parametrize(

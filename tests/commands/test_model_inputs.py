@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli import __file__ as package
+from tests.support.command_line import Gpipe
 
 EXAMPLE = Path(package).parents[1] / "examples" / "your_own_data" / "sentences.py"
 WORDS = (
@@ -27,12 +28,9 @@ WORDS = (
 
 
 @pytest.fixture
-def sentences(
-    gpipe: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Any]]:
+def sentences(gpipe: Gpipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """gpipe with the words above, in a folder with the example."""
     shutil.copy(EXAMPLE, tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
     def run(command: str, *words: str) -> Any:
         answer = gpipe(command, *WORDS, *words)
@@ -67,7 +65,7 @@ def test_engines_of_one_process_give_the_same_bits(
 
 
 @pytest.mark.slow
-def test_processes_give_the_same_bits(sentences: Callable[..., Any], gpipe: Callable[..., Any]) -> None:
+def test_processes_give_the_same_bits(sentences: Callable[..., Any], gpipe: Gpipe) -> None:
     expected = sentences("train", "engine=single", "steps=6", "run_dir=one")
     for schedule in ("gpipe", "zero_bubble"):
         ours = sentences("train", "engine=processes", "partitions=3", f"schedule={schedule}", "steps=6")

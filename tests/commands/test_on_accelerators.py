@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe
+from tests.support.run_files import weights
+
 pytestmark = pytest.mark.accelerator
-
-
-def weights(run: str) -> dict[str, torch.Tensor]:
-    (path,) = Path(run).glob("snapshots/step-*/model.safetensors")
-    return load_file(path)
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])

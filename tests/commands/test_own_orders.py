@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from gpipe_cli.plan import measured, order_search
 from gpipe_cli.run import chosen_order
 from gpipe_cli.schedule import order, zero_bubble_v
 from gpipe_cli.schedule.files import read_schedule, schedule_text
+from tests.support.command_line import Gpipe, UserModule
 
-Gpipe = Callable[..., Any]
 TWO = "devices=[cpu,cpu]"
 NORMED = """
 from torch import nn
@@ -203,9 +202,11 @@ def test_a_balance_reads_the_file_too(tiny: Gpipe) -> None:
     assert tiny("balance", "chunks=2", TWO, "schedule=file", path, "--by", "params").code == 0
 
 
-def test_batch_norm_that_reduced_the_chunks_keeps_the_order_of_the_run(tiny: Gpipe, gpipe: Gpipe) -> None:
+def test_batch_norm_that_reduced_the_chunks_keeps_the_order_of_the_run(
+    gpipe: Gpipe, user_module: UserModule
+) -> None:
     words = ("steps=1", "chunks=4", "batch_size=6", TWO, "schedule=auto")
-    Path("normed.py").write_text(NORMED)
+    user_module("normed", NORMED)
     model = ("model._target_=normed.build", "allow=[normed]", "data=synthetic", "data.shape=[4]")
     assert gpipe("train", *model, "run_dir=run", *words).code == 0
     assert read_schedule("run/schedule.csv").chunks == 3

@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from torch import Tensor, nn
 
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe, UserModule
+
 TINY = (
     "model._target_=tiny_for_tests.build",
     "allow=[tiny_for_tests]",
@@ -286,11 +285,12 @@ def test_where_no_pipeline_fits_slices_of_the_model_do(gpipe: Gpipe) -> None:
     assert alone.code == 2 and "plan=auto: no pipeline fits: engine=offload keeps" in alone.err
 
 
-def test_a_batch_norm_gets_two_samples_as_in_training(gpipe: Gpipe, tmp_path: Path) -> None:
+def test_a_batch_norm_gets_two_samples_as_in_training(gpipe: Gpipe, user_module: UserModule) -> None:
     """A micro-batch of one sample ended the command with an error of torch."""
     layers = "nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes)"
-    (tmp_path / "normed_for_tests.py").write_text(
-        f"from torch import nn\n\n\ndef build(num_classes):\n    return nn.Sequential({layers})\n"
+    user_module(
+        "normed_for_tests",
+        f"from torch import nn\n\n\ndef build(num_classes):\n    return nn.Sequential({layers})\n",
     )
     model = ("model._target_=normed_for_tests.build", "allow=[normed_for_tests]", *SMALL)
     answer = gpipe("plan", *model, "batch_size=8", "chunks=8", "devices=[cpu,cpu]", "--json")

@@ -8,9 +8,7 @@ import json
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +18,8 @@ from safetensors.torch import load_file
 from gpipe_cli.cli import main
 from gpipe_cli.data import digits, shapes
 from gpipe_cli.data.datasets import Samples
+from tests.support.command_line import Gpipe, UserModule
 
-Gpipe = Callable[..., Any]
 TRAIN = ("model=mlp", "model.width=16", "model.depth=1", "data.size=8", "steps=2", "threads=1")
 
 
@@ -199,8 +197,9 @@ def test_a_segmentation_writes_masks_of_the_size_of_the_images(gpipe: Gpipe, tmp
 
 
 @pytest.fixture
-def regression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    (tmp_path / "brightness_for_tests.py").write_text(
+def regression(user_module: UserModule) -> str:
+    user_module(
+        "brightness_for_tests",
         "import torch\n"
         "from gpipe_cli.data.datasets import Data\n\n"
         "class Samples:\n"
@@ -208,9 +207,9 @@ def regression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
         "    def __getitem__(self, index):\n"
         "        return torch.full((1, 4, 4), index / 8), torch.tensor([index / 8, 1.0])\n\n"
         "def build():\n"
-        "    return Data(Samples(), Samples(), classes=2, shape=(1, 4, 4))\n"
+        "    return Data(Samples(), Samples(), classes=2, shape=(1, 4, 4))\n",
     )
-    yield "brightness_for_tests"
+    return "brightness_for_tests"
 
 
 def test_a_regression_on_grey_images_prints_numbers(gpipe: Gpipe, tmp_path: Path, regression: str) -> None:

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe
+
 QUICK = ("seconds=0", "balance.seconds=0", "data.size=8", "batch_size=8", "chunks=2")
 
 
@@ -117,7 +116,7 @@ def test_a_timeline_is_recorded_drawn_and_analysed(tiny: Gpipe) -> None:
     ],
 )
 def test_a_timeline_shows_the_transfers_of_offloaded_partitions(
-    words: tuple[str, ...], stays: list[int], tiny: Callable[..., Any]
+    words: tuple[str, ...], stays: list[int], tiny: Gpipe
 ) -> None:
     answer = tiny("profile", "seconds=0", "timeline=true", "steps=2", *words, "--json").json
     assert len(answer["timeline"]["partitions"]) == len(stays)

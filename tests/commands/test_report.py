@@ -3,13 +3,10 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.report.page.runs import write_profile, write_training
-
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe
 
 
 def test_a_trained_run_has_a_report_that_can_be_rebuilt(tiny: Gpipe) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import pytest
 from rich.live import Live
 
 from gpipe_cli.commands import runs
-from gpipe_cli.training.run_directory import lock_run_directory
+from gpipe_cli.runs.directory import lock_run_directory
 from gpipe_cli.training.signals import StopNow, StopRequested
+from tests.support.command_line import Gpipe
 
-Gpipe = Callable[..., Any]
 CONFIG = "model:\n  name: x\nsnapshot:\n  every: epoch\n  keep: 3\n  monitor: top1\nresume: null\n"
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.snapshot_tensors import snapshot_tensors
+from tests.support.command_line import Gpipe
+from tests.support.run_files import snapshot_tensors
 
 WORDS = (
     *(
@@ -38,7 +37,7 @@ def tensors(run: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_replica_s_estimate_has_its_share_of_the_optimizer_s_state(gpipe: Callable[..., Any]) -> None:
+def test_a_replica_s_estimate_has_its_share_of_the_optimizer_s_state(gpipe: Gpipe) -> None:
     whole, sharded = (
         gpipe("train", *WORDS, *more, "--dry-run", "--json").json["partitions"]
         for more in ([], ["shard=optimizer"])
@@ -54,9 +53,7 @@ def test_a_replica_s_estimate_has_its_share_of_the_optimizer_s_state(gpipe: Call
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_resumes_with_and_without_shards_to_the_same_bits(
-    gpipe: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_resumes_with_and_without_shards_to_the_same_bits(gpipe: Gpipe, tmp_path: Path) -> None:
     def train(run: str, *words: str) -> dict[str, bytes]:
         answer = gpipe(
             "train", f"{'resume' if (tmp_path / run).exists() else 'run_dir'}={tmp_path / run}", *words

@@ -3,29 +3,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from gpipe_cli.profiling import cache
 from gpipe_cli.profiling.cache import Drift
 from gpipe_cli.profiling.layers import LayerTimes
-
-Gpipe = Callable[..., Any]
-Gpipe = Callable[..., Any]
-
-
-def weights(run_dir: str) -> dict[str, torch.Tensor]:
-    (path,) = Path(run_dir).glob("snapshots/step-*/model.safetensors")
-    return load_file(path)
-
-
-def rows(run_dir: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+from tests.support.command_line import Gpipe, UserModule
+from tests.support.run_files import rows, weights
 
 
 def test_a_run_writes_everything_needed_to_repeat_and_analyse_it(tiny: Gpipe) -> None:
@@ -302,14 +289,15 @@ def test_a_dry_run_describes_a_model_larger_than_memory(huge: Gpipe, tmp_path: P
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_without_estimates_still_shows_the_partitions(tiny: Gpipe, tmp_path: Path) -> None:
-    (tmp_path / "looking_for_tests.py").write_text(
+def test_a_dry_run_without_estimates_still_shows_the_partitions(tiny: Gpipe, user_module: UserModule) -> None:
+    user_module(
+        "looking_for_tests",
         "from torch import nn\n\n\n"
         "class Looking(nn.Module):\n"
         "    def forward(self, input):\n"
         "        return input * 2 if input.sum().item() > 0 else input\n\n\n"
         "def build(num_classes: int) -> nn.Sequential:\n"
-        "    return nn.Sequential(nn.Flatten(), Looking(), nn.Linear(192, num_classes))\n"
+        "    return nn.Sequential(nn.Flatten(), Looking(), nn.Linear(192, num_classes))\n",
     )
     own = ("model._target_=looking_for_tests.build", "allow=[looking_for_tests]")
     answer = tiny("train", "--dry-run", *own)
@@ -332,7 +320,7 @@ def test_the_memory_estimate_uses_the_precision_of_the_run(tiny: Gpipe) -> None:
     assert saved("precision=bf16") == saved() // 2
 
 
-def test_an_engine_of_the_command_line_ignores_keys_of_a_recipe_aloud(gpipe: Callable[..., Any]) -> None:
+def test_an_engine_of_the_command_line_ignores_keys_of_a_recipe_aloud(gpipe: Gpipe) -> None:
     """It was refused for a key that the user had not given and could not remove."""
     words = ("train", "recipe=gpt_sonnets", "engine=single", "--dry-run")
     answer = gpipe(*words)

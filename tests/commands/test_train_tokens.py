@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.data.tokenizers import CHATML, save_tokenizer
+from tests.support.run_files import rows as metrics_rows
+from tests.support.tokenizers import CHATML, save_tokenizer
 
 Run = Callable[..., Any]
 SMALL = (
@@ -45,7 +46,7 @@ def chats(gpipe: Run, tmp_path: Path) -> tuple[str, ...]:
 
 
 def rows(run: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_rows(run)
     return [
         {name: row[name] for name in ("step", "split", "loss", "bits_per_token", "perplexity")}
         for row in lines

@@ -33,7 +33,7 @@ FORBIDDEN = [
     "hydra.utils.instantiate",
     "yaml.unsafe_load",
     "gpipe_cli.cli.main",
-    "gpipe_cli.training.snapshot.load_weights",
+    "gpipe_cli.runs.snapshots.load_weights",
     "torch.nnx.Linear",
     "torch",
     "",

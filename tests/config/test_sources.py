@@ -12,7 +12,7 @@ from hydra.core.global_hydra import GlobalHydra
 from gpipe_cli.config.compose import Request, compose
 from gpipe_cli.config.sources import VERSION
 from gpipe_cli.errors import ConfigError, RunError
-from tests.package_source import trees
+from tests.support.package_source import trees
 
 GLOBAL = "# @package _global_\n"
 NO_FILE = "no file may configure Hydra"
@@ -110,7 +110,7 @@ def test_a_defaults_list_leads_to_no_file_outside(tmp_path: Path, path: str) -> 
 
 def test_a_folder_without_yaml_files_is_no_group_of_options(tmp_path: Path) -> None:
     """In an installed package, folders of code lie beside recipes/: `eval run=mine` took run/ for a group."""
-    folder = write(tmp_path, {"run/build.py": "", "model/own.yaml": "_target_: own.build"})
+    folder = write(tmp_path, {"run/planning.py": "", "model/own.yaml": "_target_: own.build"})
     with pytest.raises(RunError, match="run=mine: no such directory"):
         compose(Request("eval", ("run=mine",), config_dir=folder))
 

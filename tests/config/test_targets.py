@@ -154,7 +154,7 @@ def test_of_torch_and_torchvision_a_group_takes_a_kind(callables: dict[str, Any]
     [
         ("engine", "gpipe_cli.launch.heartbeat.Heartbeats"),
         ("engine", "gpipe_cli.engines.threads.register_layer_logging_hooks"),
-        ("engine", "gpipe_cli.launch.rank_group.RankGroup"),
+        ("engine", "gpipe_cli.launch.fork_server.ForkServer"),
         ("balance", "gpipe_cli.balance.time.measured"),
         ("logger", "gpipe_cli.loggers.protocol.LoggedRun"),
         ("data", "gpipe_cli.data.workers.Path"),

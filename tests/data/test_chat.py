@@ -8,7 +8,7 @@ import pytest
 
 from gpipe_cli.data.chat import ChatError
 from gpipe_cli.data.file_tokenizer import FileTokenizer, read_tokenizer
-from tests.data.tokenizers import CHATML, save_tokenizer
+from tests.support.tokenizers import CHATML, save_tokenizer
 
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}"

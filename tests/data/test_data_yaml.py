@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from gpipe_cli.build.loader import SPLIT_KEYS
 from gpipe_cli.config.instantiate import instantiate
-from gpipe_cli.run.data import SPLIT_KEYS
-from gpipe_cli.run.inference_spec import LOADING_KEYS
+from gpipe_cli.inference.spec import LOADING_KEYS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(path for group in ("model", "data", "transform") for path in (CONF / group).glob("*.yaml"))

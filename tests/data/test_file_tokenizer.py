@@ -11,7 +11,7 @@ from gpipe_cli.data import text
 from gpipe_cli.data.documents import PIECE_BYTES, document_pieces, find_files
 from gpipe_cli.data.file_tokenizer import read_tokenizer
 from gpipe_cli.errors import ConfigError, DataError
-from tests.data.tokenizers import save_tokenizer
+from tests.support.tokenizers import save_tokenizer
 
 
 def test_a_file_alone_has_no_end_and_a_directory_says_it(tmp_path: Path) -> None:

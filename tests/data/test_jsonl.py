@@ -12,7 +12,7 @@ import torch
 from gpipe_cli.data import documents, jsonl, text
 from gpipe_cli.data.file_tokenizer import read_tokenizer
 from gpipe_cli.errors import ConfigError, DataError, GpipeError
-from tests.data.tokenizers import CHATML, save_tokenizer
+from tests.support.tokenizers import CHATML, save_tokenizer
 
 WORDS = ["shall I", "compare thee", "to a WINTER'S day?", "é ü", "thee"]
 

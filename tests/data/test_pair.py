@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from gpipe_cli.data.pair import build
 from gpipe_cli.errors import ConfigError, DataError
+from tests.support.command_line import Gpipe
 
 FAKE = "{_target_:torchvision.datasets.FakeData,size:24,image_size:[3,20,12],num_classes:5}"
 
 
 @pytest.mark.slow
-def test_two_datasets_of_torchvision_train_from_the_command_line(gpipe: Callable[..., Any]) -> None:
+def test_two_datasets_of_torchvision_train_from_the_command_line(gpipe: Gpipe) -> None:
     overrides = ["data=pair", f"data.train={FAKE}", f"data.test={FAKE}", "data.classes=5", "data.size=16"]
     answer = gpipe("train", *overrides, "batch_size=12", "chunks=2", "steps=1", "threads=1", "--json")
     assert answer.code == 0, answer.err
     assert answer.json["steps"] == 1
 
 
-def test_a_dataset_that_is_not_allowed_is_refused_by_name(gpipe: Callable[..., Any]) -> None:
+def test_a_dataset_that_is_not_allowed_is_refused_by_name(gpipe: Gpipe) -> None:
     not_allowed = "{_target_:torchvision.datasets.CIFAR10,root:.}"
     answer = gpipe("train", "data=pair", f"data.train={not_allowed}", f"data.test={FAKE}", "data.classes=5")
     assert answer.code == 2

@@ -18,7 +18,7 @@ import gpipe_cli.data
 from gpipe_cli.data import text
 from gpipe_cli.data.loading import batches
 from gpipe_cli.errors import ConfigError, DataError, ResourceError
-from tests.data.tokenizers import save_tokenizer
+from tests.support.tokenizers import save_tokenizer
 
 FILES = Path(gpipe_cli.data.__file__).parent / "files"
 

@@ -19,7 +19,7 @@ from gpipe_cli.distributed import get_group, setup_process_groups
 from gpipe_cli.engines.pipe_engine import PipeEngine
 from gpipe_cli.engines.state import EngineState, merged_engine_numbers
 from tests.distributed.cases import Case, CaseResult, run
-from tests.distributed.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 
 PARTS = ("model", "buffers", "optimizer")
 GROUP_TIMEOUT = timedelta(hours=1)

@@ -31,16 +31,16 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines import processes
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.losses.cross_entropy import CrossEntropy
+from gpipe_cli.runs.snapshots.record import TrainingRecord
+from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.schedule import traits
 from gpipe_cli.sequential.by_list import partition_uniform
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.training.loop import Position
-from gpipe_cli.training.snapshot.record import TrainingRecord
-from gpipe_cli.training.snapshot.writing import write_snapshot
-from tests.distributed.forked_ranks import run_ranks
 from tests.distributed.own_order import THERE_AND_BACK, schedule_called
 from tests.distributed.posted_operations import recording
 from tests.distributed.rendezvous import Operation, Program
+from tests.support.forked_ranks import run_ranks
 
 WIDTH = 3
 OWN_LOOP = "own loop"

@@ -20,7 +20,7 @@ from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.launch.rank_setup import LOST_PEER_MESSAGES
 from gpipe_cli.losses.cross_entropy import CrossEntropy
 from gpipe_cli.pipeline.context import current_microbatch
-from tests.distributed.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from gpipe_cli.distributed import (
     setup_process_groups,
 )
 from gpipe_cli.errors import ConfigError
-from tests.distributed.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 
 MICRO_BATCHES = 4
 SHARES = {"even": [8, 8], "uneven": [9, 7], "sharded": [8, 8]}

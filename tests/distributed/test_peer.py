@@ -6,9 +6,9 @@ import torch
 from torch import distributed
 
 from gpipe_cli.distributed.peer import Message, Peer
-from tests.distributed.forked_ranks import run_ranks
 from tests.distributed.posted_operations import recording
 from tests.distributed.rendezvous import RECEIVE, SEND
+from tests.support.forked_ranks import run_ranks
 
 
 def message(rank: int, count: int) -> Message:

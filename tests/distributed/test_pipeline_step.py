@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_cli.distributed import forward_backward, partition_uniform, setup_process_groups
 from gpipe_cli.errors import ConfigError
-from tests.distributed.forked_ranks import run_ranks
 from tests.distributed.seed_examples import (
     KEYWORDS,
     LABELS,
@@ -29,6 +28,7 @@ from tests.distributed.seed_examples import (
     criterion,
     whole_model,
 )
+from tests.support.forked_ranks import run_ranks
 
 RankResults = list[dict[str, Tensor]]
 

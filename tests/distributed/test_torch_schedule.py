@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +15,7 @@ from gpipe_cli.distributed.torch_schedule import (
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.schedule import names
+from tests.support.command_line import Gpipe
 
 SCHEDULES = [torch_schedule_class(name) for name in names()]
 
@@ -93,7 +91,7 @@ def test_partitions_that_torch_can_place_are_accepted(schedule: str, partitions:
     check_placement(schedule, partitions, ranks)
 
 
-def test_the_command_line_refuses_a_placement_before_a_process_is_started(gpipe: Callable[..., Any]) -> None:
+def test_the_command_line_refuses_a_placement_before_a_process_is_started(gpipe: Gpipe) -> None:
     words = ("engine=processes", "devices=[cpu,cpu]", "partitions=3", "schedule=interleaved")
     answer = gpipe("train", *words, "model=mlp", "data=digits", "--dry-run")
     assert answer.code == 2

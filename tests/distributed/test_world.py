@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gpipe_cli.distributed.world import World
-from tests.distributed.forked_ranks import run_ranks
+from tests.support.forked_ranks import run_ranks
 
 
 def test_a_single_process_agrees_with_itself() -> None:

@@ -20,7 +20,7 @@ from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.models import gpt, resnet, unet
 from gpipe_cli.offload import tiers
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.training.snapshot.contents import copy_state
+from gpipe_cli.runs.snapshots.contents import copy_state
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.0, momentum=0.9)

@@ -1,4 +1,4 @@
-"""Ranks that do nothing but misbehave in a given way: `python acting_rank.py <folder> <part>` forks them.
+"""Ranks that do nothing but misbehave in a given way.
 
 They import no torch, so that a test of the launcher takes moments.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from gpipe_cli.launch.fork_server import fork_ranks
 from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
 
@@ -70,12 +68,8 @@ def main(folder: str, part: str) -> NoReturn:
     if part in ERRORS:
         if rank == 1:
             end(*ERRORS[part])
-        # Else the supervisor might end rank 1 before it has written its report.
+        # Else the launcher might end rank 1 before it has written its report.
         until(lambda: files.read_exit_report(1) is not None)
         end(7, "connection closed", caused_by_peer=True)
     while True:
         signal.pause()
-
-
-if __name__ == "__main__":
-    fork_ranks(lambda: main(*sys.argv[1:]))

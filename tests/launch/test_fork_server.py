@@ -15,6 +15,7 @@ import pytest
 from gpipe_cli.launch.fork_server import ForkServer, program
 from tests.launch import forked_facts
 
+SECONDS = 60
 THREADED = "import signal, threading; threading.Thread(target=signal.pause, daemon=True).start()"
 
 
@@ -27,7 +28,10 @@ def facts_of_ranks(folder: Path, imports: str) -> list[dict[str, Any]]:
     )
     with ForkServer(arguments, 2) as server:
         ids = server.process_ids()
-        assert server.exit_codes() == {0: 0, 1: 3}
+        codes: dict[int, int] = {}
+        while len(codes) < 2:
+            codes |= server.exit_codes(SECONDS)
+        assert codes == {0: 0, 1: 3}
     facts = [json.loads((folder / str(rank)).read_text()) for rank in (0, 1)]
     assert [rank["process"] for rank in facts] == list(ids.values())
     return facts

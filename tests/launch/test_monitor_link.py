@@ -11,11 +11,11 @@ import pytest
 from gpipe_cli.errors import PeerError
 from gpipe_cli.launch.monitor_link import LONGEST_LINE, Connection, Hub, Spoke
 from gpipe_cli.launch.rank_files import ExitReport
-from gpipe_cli.launch.rank_states import RankStates, RankStatus, Surroundings
+from gpipe_cli.launch.rank_states import DIED, RankStates, RankStatus, Surroundings
 
 TOKEN = "secret"
 FINE = RankStatus()
-FINISHED = RankStatus(report=ExitReport(0), ended=True)
+FINISHED = RankStatus(report=ExitReport(0), ended=DIED)
 
 
 class Pair:
@@ -87,7 +87,7 @@ def test_a_monitor_that_neither_reads_nor_sends_is_not_lost_while_its_host_answe
 
 
 def test_the_verdict_of_rank_0_reaches_the_others_with_its_kind(pair: Pair) -> None:
-    pair.exchange(1.0, RankStatus(ended=True))
+    pair.exchange(1.0, RankStatus(ended=DIED))
     assert pair.hub.verdict(1.0) is not None
     pair.spoke.poll(5, 1.0)
     error = pair.spoke.verdict(1.0)

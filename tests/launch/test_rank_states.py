@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from math import inf
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpipe_cli.errors import GpipeError, NumericError, PeerError, PeerRaised, StepTimeout
 from gpipe_cli.launch.rank_files import ExitReport
-from gpipe_cli.launch.rank_states import SETTLE_SECONDS, RankStates, RankStatus, Surroundings
+from gpipe_cli.launch.rank_states import DIED, SETTLE_SECONDS, RankStates, RankStatus, Surroundings
 
 FINE = RankStatus()
 IN_STEP = RankStatus(step_began=17.0)
 LOST_PEER = RankStatus(report=ExitReport(7, "another rank is gone", caused_by_peer=True))
-FINISHED = RankStatus(report=ExitReport(0), ended=True)
+FINISHED = RankStatus(report=ExitReport(0), ended=DIED)
 
 
 def new_states(step_timeout: float | None, ranks: int = 2, interface: str | None = None) -> RankStates:
@@ -32,7 +35,7 @@ def states(step_timeout: float | None = 6.0, ranks: int = 2, interface: str | No
 @pytest.mark.parametrize(
     ("status", "kind", "says"),
     [
-        (RankStatus(ended=True), PeerError, r"rank 1 \(on node1\): ended without a report: it was killed"),
+        (RankStatus(ended=DIED), PeerError, r"rank 1 \(on node1\): ended without a report: it was killed"),
         (RankStatus(report=ExitReport(5, "the loss is nan")), NumericError, r"rank 1 \(on node1\): the loss"),
         (RankStatus(report=ExitReport(1, "ValueError")), PeerRaised, r"rank 1 \(on node1\): ValueError"),
     ],
@@ -48,6 +51,38 @@ def test_a_rank_that_fails_by_itself_is_named_at_once_whoever_lost_it_first(
     assert type(error) is kind
     with pytest.raises(kind, match=says):
         raise error
+
+
+@given(st.integers(1, 6), st.data())
+def test_a_rank_that_lost_its_peer_is_never_named_before_that_peer(ranks: int, data: st.DataObject) -> None:
+    guilty = data.draw(st.integers(0, ranks))
+    times = data.draw(st.lists(st.floats(0.1, 9), min_size=ranks + 1, max_size=ranks + 1))
+    made = states(ranks=ranks + 1)
+    for rank, time in enumerate(times):
+        made.hear(rank, RankStatus(report=ExitReport(6, "full disk")) if rank == guilty else LOST_PEER, time)
+    assert str(made.verdict(9.0)) == f"rank {guilty} (on node{guilty}): full disk"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (RankStatus(report=ExitReport(1, "raised")), RankStatus(report=ExitReport(3, "data")), ": raised"),
+        (LOST_PEER, LOST_PEER, ": another rank is gone"),
+        (
+            RankStatus(ended=" was killed by SIGKILL"),
+            RankStatus(ended=" was killed by SIGTERM"),
+            " was killed by SIGKILL",
+        ),
+    ],
+)
+def test_of_ranks_that_failed_alike_the_first_is_named(
+    first: RankStatus, second: RankStatus, says: str
+) -> None:
+    for rank in (0, 1):
+        made = states()
+        made.hear(rank, first, 1.0)
+        made.hear(1 - rank, second, 1.1)
+        assert str(made.verdict(inf)) == f"rank {rank} (on node{rank}){says}"
 
 
 def test_if_nobody_reports_the_cause_the_rank_that_lost_a_peer_is_named() -> None:

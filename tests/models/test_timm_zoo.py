@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gpipe_cli.build.loader import make_loader
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.models.timm_zoo import build, normalization
-from gpipe_cli.run.data import make_loader
 
 NAME = "test_resnet.r160_in1k"
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.build.model import head_tensors
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.models import gpt, resnet
 from gpipe_cli.models.weights import fitted_weights, load_weights
-from gpipe_cli.run.model import head_tensors
 from gpipe_cli.sequential import to_sequential
 from gpipe_cli.vision import torchvision
 

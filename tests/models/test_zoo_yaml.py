@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gpipe_cli.run.model import WEIGHTS_KEYS
+from gpipe_cli.build.model import WEIGHTS_KEYS
+from tests.support.command_line import Gpipe
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 OURS = ("amoebanetd", "gpt", "mlp", "unet", "unet_standard")
@@ -61,7 +61,7 @@ SMALL = {
     "name",
     [name if name in ("gpt", "unet") else pytest.param(name, marks=pytest.mark.slow) for name in OURS],
 )
-def test_it_trains_and_evaluates_with_its_own_data_and_loss(gpipe: Callable[..., Any], name: str) -> None:
+def test_it_trains_and_evaluates_with_its_own_data_and_loss(gpipe: Gpipe, name: str) -> None:
     trained = gpipe("train", f"model={name}", "steps=1", "batch_size=32", "chunks=2", *SMALL[name], "--json")
     assert trained.code == 0, trained.err
     measured = MEASURED[choices(name)["loss"]]

@@ -17,7 +17,7 @@ from typing import final
 
 import pytest
 
-from tests.report.screen import Screen
+from tests.support.screen import Screen
 
 WIDTH = 80
 WORDS = (

@@ -14,7 +14,7 @@ from rich.console import Console
 from gpipe_cli.report import panel as panel_module
 from gpipe_cli.report.panel import BLOCKS, ProgressPanel, sparkline
 from gpipe_cli.report.progress_facts import RunSize, ShownEvaluation, ShownStep
-from tests.report.screen import Screen
+from tests.support.screen import Screen
 
 ROWS = [
     {

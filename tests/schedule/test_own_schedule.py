@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.command_line import Gpipe
+
 # All micro-batches in pairs: two forwards, two backwards. No shipped schedule has this order.
 PAIRS = """
 from gpipe_cli.schedule import Action, Kind, ScheduleTraits
@@ -66,7 +68,7 @@ def loss(answer: Any) -> float:
 
 
 def test_every_engine_that_runs_schedules_trains_with_it_and_to_the_same_bits(
-    gpipe: Callable[..., Any], own: Callable[[str], None]
+    gpipe: Gpipe, own: Callable[[str], None]
 ) -> None:
     own(PAIRS.format(torch_schedule="Schedule1F1B"))
     expected = loss(gpipe(*TRAIN, "engine=single"))
@@ -76,7 +78,7 @@ def test_every_engine_that_runs_schedules_trains_with_it_and_to_the_same_bits(
 
 
 def test_a_saved_run_that_names_it_resumes_only_if_the_command_line_allows_it(
-    gpipe: Callable[..., Any], own: Callable[[str], None]
+    gpipe: Gpipe, own: Callable[[str], None]
 ) -> None:
     own(PAIRS.format(torch_schedule=None))
     loss(gpipe(*TRAIN, *PAIRED, "run_dir=run"))
@@ -86,9 +88,7 @@ def test_a_saved_run_that_names_it_resumes_only_if_the_command_line_allows_it(
     loss(gpipe("train", "--json", "resume=run", "steps=3", "allow=[own_schedules]"))
 
 
-def test_without_permission_nothing_is_imported(
-    gpipe: Callable[..., Any], own: Callable[[str], None]
-) -> None:
+def test_without_permission_nothing_is_imported(gpipe: Gpipe, own: Callable[[str], None]) -> None:
     own("raise SystemExit('imported')")
     answer = gpipe(*TRAIN, "--config-dir", "conf", "schedule=pairs")
     assert answer.code == 2
@@ -113,7 +113,7 @@ def test_without_permission_nothing_is_imported(
     ],
 )
 def test_what_cannot_run_it_says_so_in_one_line(
-    gpipe: Callable[..., Any], own: Callable[[str], None], source: str, engine: str, message: str
+    gpipe: Gpipe, own: Callable[[str], None], source: str, engine: str, message: str
 ) -> None:
     own(source.format(torch_schedule=None))
     answer = gpipe(*TRAIN, *PAIRED, f"engine={engine}")

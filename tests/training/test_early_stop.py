@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpipe_cli.training.early_stop import EarlyStop, Waiting
+from tests.support.command_line import Gpipe
+from tests.support.run_files import rows as metrics_rows
 
-Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 
 
@@ -49,7 +49,7 @@ def test_another_metric_starts_the_count_again_and_the_reason_says_what_counts()
 
 def eval_rows(run: Path) -> list[dict[str, Any]]:
     timed = ("seconds", "samples_per_second")
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics_rows(run)
     return [
         {key: value for key, value in row.items() if key not in timed}
         for row in rows

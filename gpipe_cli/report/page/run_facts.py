@@ -25,7 +25,7 @@ from gpipe_cli.report.page.run_files import (
     as_text,
 )
 from gpipe_cli.report.timeline import IDEAL, MEASURED
-from gpipe_cli.run_state import RunState, run_state
+from gpipe_cli.runs.state import RunState, run_state
 
 RUN_FILES = ("launch.json", "config.yaml", "metrics.jsonl", "profile.json", "summary.json", "check.json")
 """A directory with none of these is not a run."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from gpipe_cli.errors import ConfigError, GpipeError, RunError
 from gpipe_cli.models.hf.model import build
-from tests.models.hf.tiny_models import save_model, tiny_config
+from tests.support.hugging_face_models import save_model, tiny_config
 
 LM = "AutoModelForCausalLM"
 INDEX = "model.safetensors.index.json"

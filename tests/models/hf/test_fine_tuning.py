@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from gpipe_cli.data import text
 from gpipe_cli.data.loading import batches
 from gpipe_cli.huggingface import transformers
-from tests.models.hf.tiny_models import tiny_config
+from tests.support.command_line import Gpipe
+from tests.support.hugging_face_models import tiny_config
 
 STEPS = 6
 CHUNKS = 4
@@ -83,7 +82,7 @@ def plain(llama: Path) -> Trained:
 
 @pytest.mark.parametrize("words", WAYS, ids=" ".join)
 def test_every_engine_and_split_gives_the_bits_of_a_plain_loop(
-    words: list[str], llama: Path, plain: Trained, gpipe: Callable[..., Any], tmp_path: Path
+    words: list[str], llama: Path, plain: Trained, gpipe: Gpipe, tmp_path: Path
 ) -> None:
     answer = gpipe(
         "train", "model=hf", f"model.path={llama}", f"data.context={CONTEXT}", f"batch_size={BATCH}",

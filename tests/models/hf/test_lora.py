@@ -12,7 +12,7 @@ from gpipe_cli.huggingface import transformers
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
 from gpipe_cli.models.hf.model import build
 from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
-from tests.models.hf.tiny_models import save_model, tiny_config
+from tests.support.hugging_face_models import save_model, tiny_config
 
 
 @pytest.fixture(scope="module")

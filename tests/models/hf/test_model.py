@@ -14,7 +14,7 @@ from gpipe_cli.models.hf.model import build
 from gpipe_cli.sequential import to_sequential
 from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
 from gpipe_cli.tensor_files.tensor_file import TensorFile
-from tests.models.hf.tiny_models import save_model, tiny_config
+from tests.support.hugging_face_models import save_model, tiny_config
 
 CPU = torch.device("cpu")
 GPT = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}

@@ -1,0 +1,1 @@
+"""From settings to loaders, models, partitions, optimizers and engines."""

@@ -1,0 +1,312 @@
+"""Build the configured model as a sequence of layers: as it is, from a list of layers, or by tracing it.
+
+model.weights=FILE names the weights that it starts from, and model.new_head=true makes it one for other classes.
+model.layers=[conv1, bn1, layer1, avgpool, {call: torch.flatten, start_dim: 1}, fc]
+model.allow_unused=true
+model.leaves=[encoder.attention]
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.build.loader import BatchLoader
+from gpipe_cli.config.instantiate import accepted_arguments, instantiate
+from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig
+from gpipe_cli.distributed.world import World
+from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.models.weights import LoadedWeights, load_weights
+from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
+from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.report.output import print_status
+from gpipe_cli.runs.snapshots.base_weights import BaseWeights, base_weights
+from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
+from gpipe_cli.sequential.selection import FrozenParameters, freeze, tracks_statistics
+from gpipe_cli.sequential.without_storage import (
+    UnloadedParameter,
+    drop_storage,
+    load_parameters,
+    without_storage,
+)
+from gpipe_cli.tensor_files.weights_file import read_weights
+from gpipe_cli.torch_internals.deferred_values import DeferredValues, NotDeferrable, tensors_in_attributes
+
+FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
+SEQUENCE_KEYS = ("layers", "leaves")
+"""Keys of `model` that say how to make a sequence of it."""
+UNUSED = "allow_unused"
+"""The key of `model` that lets `layers` leave out parameters."""
+FILE, NEW_HEAD = "weights", "new_head"
+WEIGHTS_KEYS = (FILE, NEW_HEAD)
+"""Keys of `model` that name the weights it starts from, unless it reads them in its own way."""
+OWN_KEYS = (*SEQUENCE_KEYS, UNUSED, *WEIGHTS_KEYS)
+"""Keys of `model` that gpipe uses itself, unless the model's own target takes them."""
+
+# A list of layers is data from a config, so it may call only these functions of one tensor.
+FUNCTION_NAMES = """
+    amax cos exp flatten mean movedim permute relu reshape sigmoid softmax squeeze sum swapaxes tanh transpose
+    unflatten unsqueeze
+"""
+FUNCTIONS = {f"torch.{name}": getattr(torch, name) for name in FUNCTION_NAMES.split()}
+
+
+@final
+@dataclass(frozen=True)
+class ConfiguredModel:
+    """A model as the settings ask for it, and what was done to it."""
+
+    sequence: nn.Sequential
+    base: BaseWeights | None = None
+    """The frozen parameters that stay in the files of a base model."""
+    loaded: LoadedWeights | None = None
+    """What was loaded from `model.weights`."""
+    frozen: FrozenParameters | None = None
+    """What `freeze` froze."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For launch.json."""
+        loaded = None if self.loaded is None else str(self.loaded)
+        return {"loaded": loaded, "frozen": None if self.frozen is None else asdict(self.frozen)}
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What a user should know of it before the first step, each as `key text` in a line."""
+        facts = {"loaded": self.loaded, "frozen": self.frozen}
+        return {key: str(fact) for key, fact in facts.items() if fact is not None}
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{key} {text}" for key, text in self.notes.items()]
+
+    def print_notes(self) -> None:
+        for line in self.lines:
+            print_status(line)
+
+
+@report_out_of_memory("building the model", FEWER_PARAMETERS)
+def make_model(
+    settings: ModelConfig,
+    loader: BatchLoader,
+    *,
+    load: bool = True,
+    initial_weights: bool = True,
+    values: DeferredValues | None = None,
+) -> ConfiguredModel:
+    """Build the model and initialize it from the seed; `num_classes` defaults to the classes of the data.
+
+    load: also read parameters that a model leaves in its files until a device needs them.
+    initial_weights: load the file in `model.weights`. If a snapshot has all weights, the file may be gone.
+    values: records how to compute the large tensors, which then have no memory.
+    """
+    recording = nullcontext if values is None else values.recording
+    torch.manual_seed(settings.seed if isinstance(settings, TrainConfig) else 0)
+    node = model_arguments(settings)
+    data = loader.data
+    offered: dict[str, Any] = {"input_shape": data.shape, "tokenizer": data.tokenizer, "say": print_status}
+    classes = node.get("num_classes", loader.classes)
+
+    def build(num_classes: int) -> Any:
+        if "num_classes" in node:
+            return instantiate({**node, "num_classes": num_classes}, "model", settings.allow, **offered)
+        return instantiate(node, "model", settings.allow, **offered, num_classes=num_classes)
+
+    with recording():
+        model = build(classes)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
+        )
+    patterns = settings.freeze if isinstance(settings, CostConfig) else []
+    keys = own_keys(settings)
+    sequence = as_sequence(model, _with_whole_norms(model, keys) if patterns else keys, loader.traced_batch())
+    # Before freezing: snapshots leave out only what the model itself keeps in files and never trains.
+    base = base_weights(settings, sequence)
+    takes_classes = "num_classes" in {*node, *accepted_arguments(node, "model", settings.allow)}
+    loaded = None
+    if initial_weights:
+        with recording():
+            loaded = load_initial_weights(sequence, keys, build if takes_classes else None, classes)
+    frozen = freeze(sequence, patterns)
+    if load:
+        load_parameters([sequence], torch.device("cpu"))
+    return ConfiguredModel(sequence, base, loaded, frozen)
+
+
+def build_deferred(
+    make: Callable[[DeferredValues | None], nn.Sequential],
+) -> tuple[nn.Sequential, DeferredValues | None]:
+    """Build a model whose large tensors get memory later, or a whole model if its constructor needs their memory."""
+    values = DeferredValues()
+    try:
+        model = make(values)
+        if values.in_use(tensors_in_attributes(model.modules())):
+            gc.collect()  # what the constructor left behind may be in cycles
+        if unknown := values.in_use(tensors_in_attributes(model.modules())):
+            raise NotDeferrable(f"{unknown} large tensors are in use that are not attributes of its modules")
+    except Exception as error:
+        if not isinstance(error, RuntimeError | TypeError) and not isinstance(error.__cause__, NotDeferrable):
+            raise
+        if World.current().is_rank_zero:
+            print_status(f"building the whole model in memory, because it cannot be divided: {error}")
+        return make(None), None
+    return model, values
+
+
+def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:
+    """Build a model on the meta device; allocate it first only if its constructor computes with values."""
+    try:
+        with without_storage(), warnings.catch_warnings():
+            # A file of weights is read to check that it fits, but a meta tensor cannot hold its values.
+            warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
+            model = make()
+    except RuntimeError as error:  # includes its child NotImplementedError
+        print_status(f"building the model with storage, because its constructor needs values: {error}")
+        model = make()
+    drop_storage(model)
+    return model
+
+
+def model_arguments(settings: ModelConfig) -> dict[str, Any]:
+    """The `model` node without the keys that gpipe uses itself and without a `num_classes` of null."""
+    own = own_keys(settings)
+    node: Mapping[str, Any] = settings.model
+    return {
+        key: value
+        for key, value in node.items()
+        if key not in own and (key != "num_classes" or value is not None)
+    }
+
+
+def own_keys(settings: ModelConfig) -> dict[str, Any]:
+    """The keys of `model` that gpipe uses, where the model's target does not take them itself."""
+    node: Mapping[str, Any] = settings.model
+    if not any(key in node for key in OWN_KEYS):
+        return {}
+    taken = accepted_arguments(node, "model", settings.allow)
+    if str(node["_target_"]).startswith("torchvision."):
+        taken -= {FILE}  # there it names weights to download
+    return {key: node[key] for key in OWN_KEYS if key in node and key not in taken}
+
+
+def check_own_keys(keys: Mapping[str, Any]) -> None:
+    """Check the keys of `model` that gpipe uses before the model is built."""
+    check_weights_keys(keys)
+    for key, items in keys.items():
+        if key == UNUSED and (not isinstance(items, bool) or "layers" not in keys):
+            raise ConfigError(f"model.{key}={items}: must be true or false, with a list in model.layers")
+        if key not in SEQUENCE_KEYS:
+            continue
+        if not isinstance(items, SequenceOf) or isinstance(items, str):
+            raise ConfigError(f"model.{key}={items}: must be a list")
+    for index, item in enumerate(keys.get("layers", ())):
+        _layer(item, f"model.layers[{index}]")
+
+
+def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Value) -> nn.Sequential:
+    """The model as a sequence; a model that is one stays as it is if no key asks for other layers."""
+    if "layers" in keys:
+        layers = [_layer(item, f"model.layers[{index}]") for index, item in enumerate(keys["layers"])]
+        sequence = flatten_model(model, layers, allow_unused=keys.get(UNUSED, False))
+        check_fit(sequence, sample, "model.layers must name everything that its forward does, in order")
+        return sequence
+    if isinstance(model, nn.Sequential) and "leaves" not in keys:
+        check_input(model, sample)
+        if not isinstance(model, Sequence):  # a Sequence was checked when it was made
+            check_outputs(model, sample)
+        return model
+    return to_sequential(model, sample, keys.get("leaves", ()))
+
+
+def _with_whole_norms(model: nn.Module, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keep norms whole that tracing would take apart: their code would be that of train mode, even if frozen."""
+    if "layers" in keys or (isinstance(model, nn.Sequential) and "leaves" not in keys):
+        return keys  # it is not traced
+    norms = {
+        path
+        for path, module in model.named_modules()
+        if tracks_statistics(module) and next(module.children(), None) is not None
+    }
+    return {**keys, "leaves": [*keys.get("leaves", ()), *sorted(norms)]} if norms else keys
+
+
+def _layer(item: Any, key: str) -> Any:
+    if isinstance(item, str):
+        return item
+    if not isinstance(item, Mapping) or "call" not in item:
+        raise ConfigError(
+            f"{key}={item}: give the name of a submodule, or {{call: torch.flatten, start_dim: 1}}"
+        )
+    name = item["call"]
+    if not isinstance(name, str) or name not in FUNCTIONS:
+        raise ConfigError(f"{key}.call={name}: not allowed here; {or_list(str(name), FUNCTIONS)}")
+    arguments = {argument: value for argument, value in item.items() if argument != "call"}
+    return partial(FUNCTIONS[name], **arguments)
+
+
+def check_weights_keys(keys: Mapping[str, Any]) -> None:
+    """Check `model.weights` and `model.new_head` before the model is built."""
+    file, new_head = keys.get(FILE), keys.get(NEW_HEAD, False)
+    if not isinstance(file, str | None):
+        raise ConfigError(f"model.{FILE}={file}: expected the path of a file")
+    if not isinstance(new_head, bool):
+        raise ConfigError(f"model.{NEW_HEAD}={new_head}: expected true or false")
+    if new_head and file is None:
+        raise ConfigError(
+            f"model.{NEW_HEAD}=true: replaces the head of a file, and model.{FILE} is not given"
+        )
+
+
+def load_initial_weights(
+    model: nn.Sequential, keys: Mapping[str, Any], build: Callable[[int], nn.Module] | None, classes: int
+) -> LoadedWeights | None:
+    """Load the file that the keys name, if any.
+
+    build: makes the same model for another number of classes; None if it cannot.
+    """
+    path = keys.get(FILE)
+    if path is None:
+        return None
+    if any(isinstance(parameter, UnloadedParameter) for parameter in model.parameters()):
+        raise ConfigError(
+            f"model.{FILE}={path}: this model reads its weights from the files in model.path; leave model.{FILE} out, "
+            "or start from it alone with model.init=random"
+        )
+    head = partial(head_tensors, model, build, classes)
+    return load_weights(model, read_weights(path), path, head=head, new_head=keys.get(NEW_HEAD, False))
+
+
+def head_tensors(model: nn.Module, build: Callable[[int], nn.Module] | None, classes: int) -> Collection[str]:
+    """The names of the tensors that score classes: those that differ in a model for one class more.
+
+    Where no other model can be built, those of the last module with an output for each class.
+    """
+    expected = model.state_dict()
+    other = {} if build is None else _outline(build, classes + 1)
+    head = {name for name, tensor in expected.items() if name in other and other[name].shape != tensor.shape}
+    if head:
+        return head
+    scoring = [name for name, tensor in expected.items() if tensor.shape[:1] == (classes,)]
+    last = scoring[-1].rpartition(".")[0] if scoring else None
+    return {name for name in expected if name.rpartition(".")[0] == last}
+
+
+def _outline(build: Callable[[int], nn.Module], classes: int) -> Mapping[str, torch.Tensor]:
+    """The tensors of a model for so many classes, without their values."""
+    try:
+        # Small tensors are drawn even there, which must not change what else is drawn from the seed.
+        with torch.random.fork_rng(devices=[]), without_storage():
+            return build(classes).state_dict()
+    except (ConfigError, RuntimeError, ValueError, TypeError):  # the model accepts no other number of classes
+        return {}

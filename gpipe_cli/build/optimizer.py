@@ -1,0 +1,175 @@
+"""The optimizer of a run: a function that makes one for any part of the model, with its parameter groups."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from gpipe_cli.build.parameter_groups import (
+    GROUPS,
+    LR_SCALE,
+    NO_DECAY,
+    group_options,
+    group_patterns,
+    optimizer_arguments,
+)
+from gpipe_cli.config.instantiate import instantiate
+from gpipe_cli.config.schema import CostConfig, TrainConfig
+from gpipe_cli.distributed.replica_shares import largest_share
+from gpipe_cli.engines.weight_average import average_weights
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.profiling.optimizer_state import MakeOptimizer, NamedParameters
+from gpipe_cli.profiling.partition_memory import KeptState, whole_state
+from gpipe_cli.sequential.selection import select_parameters
+
+NORM, BIAS = "norm", "bias"
+"""Words that stand for kinds of parameters, in any model."""
+
+
+@final
+@dataclass(frozen=True)
+class ParameterGroups:
+    """How the parameters of a model are divided among the groups of an optimizer.
+
+    Every optimizer of a run has all groups, even one for a part of the model that has no parameter of a group: so the
+    settings that an optimizer changes itself are saved by the same index, however the model is divided.
+    """
+
+    options: Sequence[Mapping[str, Any]]
+    """Of each group, as torch takes them, and its lr_scale."""
+    indices: Mapping[str, int]
+    """The group of each trained parameter, by its name."""
+
+    def divide(self, parameters: NamedParameters) -> list[Any]:
+        """The parameters as torch's optimizers take them; a parameter of another name is in the first group."""
+        if self.options == [{}]:  # as simple as any optimizer can take it
+            return [parameter for _, parameter in parameters]
+        groups: list[dict[str, Any]] = [{"params": [], **options} for options in self.options]
+        for name, parameter in parameters:
+            groups[self.indices.get(name, 0)]["params"].append(parameter)
+        return groups
+
+
+def parameter_groups(node: Mapping[str, Any], model: nn.Sequential) -> ParameterGroups:
+    """The groups that `optimizer.no_decay` and `optimizer.groups` ask for; without them a single one."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    asked: list[Mapping[str, Any]] = node.get(GROUPS) or []
+    own = dict.fromkeys(trained, -1)
+    for index, group in enumerate(asked):
+        key = f"optimizer.{GROUPS}[{index}].match"
+        matched = _select(model, group_patterns(group), key) & trained
+        # The first group that matches a parameter has it.
+        if not (added := {name for name in matched if own[name] < 0}):
+            reason = "is in an earlier group" if matched else "is frozen"
+            raise ConfigError(f"{key}={group['match']}: every parameter that it matches {reason}; remove it")
+        own |= dict.fromkeys(added, index)
+    no_decay = _select(model, node.get(NO_DECAY) or [], f"optimizer.{NO_DECAY}", may_lack=(NORM, BIAS))
+    options: list[Mapping[str, Any]] = []
+    indices: dict[str, int] = {}
+    for index, group in enumerate([{}, *asked], start=-1):
+        for decays in (True, False):
+            members = [name for name in trained if own[name] == index and (name not in no_decay) == decays]
+            own_options = _as_torch_takes_it(group, decays=decays)
+            if members and own_options not in options:
+                options.append(own_options)
+            indices |= {name: options.index(own_options) for name in members}
+    return ParameterGroups(options or [{}], indices)
+
+
+def _as_torch_takes_it(group: Mapping[str, Any], *, decays: bool) -> dict[str, Any]:
+    scale = {LR_SCALE: group[LR_SCALE]} if LR_SCALE in group else {}
+    return {**({} if decays else {"weight_decay": 0.0}), **scale, **group_options(group)}
+
+
+def _select(
+    model: nn.Sequential, patterns: Sequence[str], key: str, may_lack: Sequence[str] = ()
+) -> set[str]:
+    """The names of the parameters that the patterns and words match; a word in `may_lack` may match none."""
+    words = {NORM: _is_norm, BIAS: _is_bias}
+    others = [pattern for pattern in patterns if pattern not in words]
+    names = set(select_parameters(model, others, key, words))
+    for word in words.keys() & set(patterns):
+        of_kind = {
+            parameter
+            for module in model.modules()
+            for own, parameter in module.named_parameters(recurse=False)
+            if words[word](module, own)
+        }
+        if not of_kind and word not in may_lack:
+            raise ConfigError(f"{key}={word}: the model has no such parameter")
+        names |= {name for name, parameter in model.named_parameters() if parameter in of_kind}
+    return names
+
+
+def _is_norm(module: nn.Module, name: str) -> bool:
+    """By the names of its classes, because models of other libraries have their own: LlamaRMSNorm, LayerNorm2d."""
+    return any(re.search(r"Norm(\dd)?$", base.__name__) for base in type(module).__mro__)
+
+
+def _is_bias(module: nn.Module, name: str) -> bool:
+    """Including `in_proj_bias` of attention and `bias_ih_l0` of recurrent layers."""
+    return BIAS in name.split("_")
+
+
+def optimizer_factory(settings: CostConfig, model: nn.Sequential) -> MakeOptimizer:
+    """Makes the optimizer of the whole model or of any part of it, with equal groups."""
+    groups = parameter_groups(settings.optimizer, model)
+    node = optimizer_arguments(settings.optimizer)
+    ema = settings.ema if isinstance(settings, TrainConfig) else None
+    if ema is not None:
+        _check_precision(ema, model)
+
+    def make_optimizer(parameters: NamedParameters) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = instantiate(
+            node, "optimizer", settings.allow, params=groups.divide(parameters)
+        )
+        for problem in _problems(optimizer, settings.optimizer):
+            raise ConfigError(problem)
+        if ema is not None:
+            average_weights(optimizer, ema)
+        return optimizer
+
+    return make_optimizer
+
+
+def kept_state(settings: CostConfig) -> KeptState:
+    """How much of the optimizer's state each replica keeps."""
+    if isinstance(settings, TrainConfig) and settings.shard == "optimizer":
+        return partial(largest_share, replicas=settings.data_parallel)
+    return whole_state
+
+
+def _check_precision(ema: float, model: nn.Module) -> None:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    for dtype in dtypes & {torch.bfloat16, torch.float16}:
+        raise ConfigError(
+            f"ema={ema:g}: the model's parameters are {str(dtype).removeprefix('torch.')}, too coarse for an average; "
+            "keep them in float32 and set precision=bf16 instead"
+        )
+
+
+def _problems(optimizer: torch.optim.Optimizer, node: Mapping[str, Any]) -> Iterator[str]:
+    name = type(optimizer).__name__
+    required = [
+        parameter.name
+        for parameter in inspect.signature(optimizer.step).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if required:
+        yield (
+            f"optimizer: the step of {name} needs a {required[0]}, which gpipe does not pass, "
+            "because the pipeline computes the gradients once per step; choose another optimizer"
+        )
+    # torch keeps any key in a group, but an optimizer only reads from it what has a default for all groups.
+    for index, group in enumerate(node.get(GROUPS) or []):
+        for key in group_options(group).keys() - optimizer.defaults.keys():
+            yield f"optimizer.{GROUPS}[{index}].{key}: {name} has one value for all parameters; leave it out"
+    if node.get(NO_DECAY) and "weight_decay" not in optimizer.defaults:
+        yield f"optimizer.{NO_DECAY}={node[NO_DECAY]}: {name} has no weight_decay; leave it out"

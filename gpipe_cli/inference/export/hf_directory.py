@@ -1,0 +1,202 @@
+"""format=hf: a directory that `from_pretrained` loads, with configuration, weights and tokenizer.
+
+transformers itself writes it, so the files have the names, shards and layout of published models. format=peft: the
+adapter of a run, as a directory that `PeftModel.from_pretrained(base, directory)` loads.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
+from gpipe_cli.models.hf import model as hf_model
+from gpipe_cli.models.hf.lora import ADAPTER, LoraSettings, lora_config
+from gpipe_cli.models.hf.model import CLASSIFICATION, model_class
+from gpipe_cli.models.weights import fitted_weights
+from gpipe_cli.runs.saved import saved_config, weights_file
+from gpipe_cli.runs.snapshots.base_weights import base_of_snapshot, check_base
+from gpipe_cli.runs.snapshots.contents import open_large_snapshot
+from gpipe_cli.runs.snapshots.manifest import VerifiedSnapshot, run_directory_of
+from gpipe_cli.runs.snapshots.tensors import encode
+from gpipe_cli.safe_files import read_regular
+
+TARGET = f"{hf_model.__name__}.build"
+MAX_SHARD = "5GB"
+COPIED = """
+    tokenizer*.json tokenizer.model *.tiktoken vocab.json vocab.txt merges.txt spiece.model sentencepiece*.model
+    special_tokens_map.json added_tokens.json chat_template.* preprocessor_config.json processor_config.json
+    generation_config.json
+"""
+"""Files beside configuration and weights that belong to a model: tokenizer, preprocessing and generation."""
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""peft has the model as `base_model.model` of its own."""
+TASK_TYPES = {
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq": "SEQ_2_SEQ_LM",
+    "sequence_classification": "SEQ_CLS",
+}
+"""peft's names; it has none for the other tasks, and needs none."""
+
+
+def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
+    """Write a directory with the weights of the snapshot; all of it, or nothing."""
+    trained = TrainedModel.of(snapshot, "hf")
+    if base_of_snapshot(snapshot) is not None:
+        raise ConfigError(
+            f"format=hf: {trained.run} has trained an adapter (model.lora), and merged weights would be rounded; give "
+            "format=peft, and merge with PeftModel.merge_and_unload() if you need one model"
+        )
+    tensors = read_tensors(snapshot)
+    model, _ = trained.without_values(tensors)
+    fitted_weights(model, {"": tensors}, weights_file(snapshot), "snapshot")
+    names: dict[Tensor, str] = {}
+    # Tied names share memory, as transformers expects.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tensors[name] = tensors[names.setdefault(parameter, name)]
+    with whole_directory(out) as folder:
+        model.save_pretrained(folder, state_dict=tensors, max_shard_size=MAX_SHARD)
+        for file in _companions(trained.path, trained.tokenizer):
+            (folder / file.name).write_bytes(read_regular(file, MAX_JSON_BYTES))
+    files = list(out.iterdir())
+    return {"bytes": sum(file.stat().st_size for file in files), "files": len(files)}
+
+
+def write_adapter(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
+    """format=peft: write the adapter of the snapshot and its configuration; both, or nothing."""
+    trained = TrainedModel.of(snapshot, "peft")
+    settings = LoraSettings.of(trained.node.get("lora"))
+    base = base_of_snapshot(snapshot)
+    if settings is None or base is None:
+        raise ConfigError(
+            f"format=peft: {trained.run} has no adapter of a base model in files (model.lora.rank); give format=hf"
+        )
+    check_base(base, trained.node, snapshot.path, contents=False)
+    tensors = read_tensors(snapshot)
+    model, task = trained.without_values(tensors)
+    parameters = {name for name, _ in model.named_parameters()}
+    config = lora_config(model, settings, whole_modules(model, parameters & tensors.keys()))
+    config.base_model_name_or_path = str(trained.path)
+    config.inference_mode = True
+    config.task_type = TASK_TYPES.get(task)
+    # Buffers of the base are not among them: peft has no place for them in an adapter.
+    adapter = {
+        PREFIX + (name if name in parameters else _without_adapter_name(name)): tensor
+        for name, tensor in tensors.items()
+        if name in parameters or "lora_" in name
+    }
+    with whole_directory(out) as folder:
+        config.save_pretrained(str(folder))
+        with (folder / WEIGHTS).open("wb") as file:
+            file.writelines(encode(adapter))
+    return {"bytes": sum(file.stat().st_size for file in out.iterdir()), "base": str(trained.path)}
+
+
+@final
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model=hf of a run."""
+
+    run: Path
+    node: Mapping[str, Any]
+    """The keys of the model."""
+    tokenizer: Any
+    """data.tokenizer."""
+
+    @staticmethod
+    def of(snapshot: VerifiedSnapshot, format: str) -> TrainedModel:
+        """Raises ConfigError, which names the format, for a run of any other model."""
+        run = run_directory_of(snapshot.path)
+        tree = saved_config(run)
+        node: Mapping[str, Any] = tree.get("model") or {}
+        if node.get("_target_") != TARGET:
+            raise ConfigError(
+                f"format={format}: {run} has trained {node.get('_target_')}, and only model=hf has a directory to begin"
+                " with; leave format out for a file of weights"
+            )
+        return TrainedModel(run, node, (tree.get("data") or {}).get("tokenizer"))
+
+    @property
+    def path(self) -> Path:
+        return Path(self.node["path"])
+
+    def without_values(self, tensors: Mapping[str, Tensor]) -> tuple[Any, str]:
+        """The model on the meta device, without adapters and with as many classes as in `tensors`; and its task."""
+        config = load_config(self.path)
+        task, chosen = model_class(config, self.node.get("task"), str(self.path))
+        dtype = hf_model.DTYPES[self.node.get("dtype") or "float32"]
+        with torch.device("meta"):
+            model = chosen._from_config(config, dtype=dtype)
+            if task in CLASSIFICATION and (classes := _classes(model, tensors)) is not None:
+                config.num_labels = classes
+                model = chosen._from_config(config, dtype=dtype)
+        return model, task
+
+
+def read_tensors(snapshot: VerifiedSnapshot) -> dict[str, Tensor]:
+    """Tensor by tensor, because transformers takes tensors that share memory for tied ones."""
+    state = open_large_snapshot(snapshot).state
+    return {name: state.value(outline) for name, outline in state.model.items()}
+
+
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` at the end of the block; after a failure nothing is left of it."""
+    temporary = None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp gives it to nobody else
+        os.rename(temporary, out)  # noqa: PTH104 - unlike Path.replace, fails on a directory that is not empty
+    except OSError as error:
+        raise ResourceError(f"out={out}: cannot be written: {error}") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _classes(model: Any, tensors: Mapping[str, Tensor]) -> int | None:
+    """How many classes the snapshot has, if not those of config.json: the rows of the first tensor that differs."""
+    expected = model.state_dict().items()
+    differing = (
+        tensors[name].shape
+        for name, tensor in expected
+        if name in tensors and tensors[name].shape != tensor.shape
+    )
+    return next((shape[0] for shape in differing if shape), None)
+
+
+def _companions(directory: Path, tokenizer: Any) -> list[Path]:
+    """The files to copy: those of the model, and the tokenizer of the data if it is another one."""
+    folders = [directory]
+    if isinstance(tokenizer, str):
+        folders.append(Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent)
+    files = (path for folder in folders for pattern in COPIED.split() for path in folder.glob(pattern))
+    return sorted({path.name: path for path in files if path.is_file()}.values())
+
+
+def whole_modules(model: nn.Module, trained: Collection[str]) -> list[str]:
+    """The largest modules of which every parameter is among `trained`."""
+    modules: list[str] = []
+    for name, module in model.named_modules():
+        own = [f"{name}.{key}" for key, _ in module.named_parameters()]
+        inside = any(name.startswith(f"{outer}.") for outer in modules)
+        if name and own and not inside and all(key in trained for key in own):
+            modules.append(name)
+    return modules
+
+
+def _without_adapter_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != ADAPTER)

@@ -1,0 +1,186 @@
+"""Continue a text token by token: make the model's input, choose the next token, turn tokens into text as they come.
+
+Nothing is cached between tokens: each costs a forward pass over a window of at most as many tokens as the model takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.build.loader import BatchLoader
+from gpipe_cli.data.datasets import generator_for
+from gpipe_cli.data.tokenizer import Tokenizer
+from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.errors import ConfigError, NumericError
+from gpipe_cli.pytree import ModelInput
+
+_INCOMPLETE = "\ufffd"
+"""What a tokenizer makes of half a character."""
+_OVERLAP = 8
+_BLOCK = 16
+_SAME = 1e-3
+"""The relative difference up to which scores count as the same: a model may group its tokens by their values."""
+
+
+@final
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw the next token from the scores of a model."""
+
+    temperature: float
+    top_k: int | None
+    seed: int
+
+    def choose(self, scores: Tensor, index: int) -> int:
+        """Draw token number `index`, counted from the prompt on. scores: [vocabulary]."""
+        # On the CPU and in double precision, so that every device draws the same token from the same scores.
+        scores = scores.detach().to("cpu", torch.float64)
+        if not scores.isfinite().all():
+            raise NumericError(f"token {index + 1}: the model's scores are not finite")
+        if self.temperature == 0:
+            return int(scores.argmax())
+        if self.top_k is not None and self.top_k < len(scores):
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[-1], -torch.inf)
+        # The largest score becomes 0 first: a tiny temperature must not turn it into infinity.
+        probabilities = ((scores - scores.max()) / self.temperature).softmax(0)
+        return int(probabilities.multinomial(1, generator=generator_for(self.seed, "generate", index)))
+
+
+@final
+@dataclass(frozen=True)
+class TextFormat:
+    """How a run represents text."""
+
+    tokenizer: Tokenizer
+    context: int
+    """How many tokens the model takes."""
+    sample: ModelInput
+    """An input that the model was trained with; those of a generated text have the same structure."""
+
+    @staticmethod
+    def of(loader: BatchLoader) -> TextFormat:
+        data = loader.data
+        if data.tokenizer is None:
+            raise ConfigError(
+                "data: its samples are no text, so there is nothing to continue; gpipe generate needs a language "
+                "model, such as a run of gpipe train model=gpt data=text"
+            )
+        (context,) = data.shape
+        return TextFormat(data.tokenizer, context, loader.traced_batch())
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt, of which there is at least one."""
+        if tokens := self.tokenizer.encode(text):
+            return tokens
+        if self.tokenizer.start is not None:
+            return [self.tokenizer.start]
+        raise ConfigError(
+            "prompt: is empty, and the tokenizer has no token that begins a text; give a prompt"
+        )
+
+    def input(self, tokens: list[int]) -> ModelInput:
+        """A mini-batch of one sample: the last tokens, as many as the model takes, and some more after them.
+
+        The scores of a causal model do not depend on what follows, and with few different lengths the ranks of
+        engine=processes seldom have to agree on new shapes.
+        """
+        window = tokens[-self.context :]
+        length = min(self.context, -(-len(window) // _BLOCK) * _BLOCK)
+        ids = torch.tensor([window + window[-1:] * (length - len(window))])
+        if isinstance(self.sample, Tensor):
+            return ids
+        values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if not isinstance(self.sample, dict) or not set(self.sample) <= set(values):
+            names = ", ".join(self.sample) if isinstance(self.sample, dict) else "a tuple"
+            raise ConfigError(
+                f"model: its input is {names}; gpipe generate needs one that takes tokens, and a mask at most"
+            )
+        return {name: values[name] for name in self.sample}
+
+
+def generate(
+    engine: Engine, text: TextFormat, prompt: Sequence[int], count: int, sampling: Sampling
+) -> Iterator[int]:
+    """Yield up to `count` tokens that continue the prompt; a token that ends the text comes last."""
+    _check_causal(engine, text)
+    tokens = list(prompt)
+    for index in range(count):
+
+        def choose(output: Any, index: int = index) -> Tensor:
+            # A model may have more scores than its tokenizer has tokens.
+            last = min(len(tokens), text.context) - 1
+            return torch.tensor(sampling.choose(_scores(output)[0, last, : text.tokenizer.vocabulary], index))
+
+        token = int(engine.predict(text.input(tokens), choose))
+        tokens.append(token)
+        yield token
+        if token in text.tokenizer.ends:
+            return
+
+
+def _check_causal(engine: Engine, text: TextFormat) -> None:
+    """Refuse a model whose scores for a token depend on the tokens after it, as those of a masked language model do."""
+    first: list[Tensor] = []
+
+    def same_as_first(output: Any) -> Tensor:
+        first.append(_scores(output)[0, 0])
+        # Scores that are not finite are not judged here.
+        differs = (first[-1] - first[0]).abs().max() > _SAME * first[0].abs().max()
+        return (~differs).long()
+
+    if not all(engine.predict(text.input([0, token]), same_as_first) for token in (0, 1)):
+        raise ConfigError(
+            "model: its scores for a token depend on the tokens after it, so it cannot continue a text; gpipe generate "
+            "needs a causal language model"
+        )
+
+
+def _scores(output: Any) -> Tensor:
+    scores = getattr(output, "logits", output)
+    if not isinstance(scores, Tensor) or scores.ndim != 3:
+        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ConfigError(
+            f"model: returns {shape}; a language model returns scores [samples, tokens, vocabulary]"
+        )
+    return scores
+
+
+@final
+class TextStream:
+    """The text of tokens that come one by one, in pieces that end with a complete character."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        """Of all tokens, except for an incomplete character at their end."""
+        self._tokenizer = tokenizer
+        # A tokenizer may drop the space before the first token of a text, so some tokens before the new ones are
+        # decoded again with them.
+        self._before = list(prompt[-_OVERLAP:])
+        self._pending: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that this token completes."""
+        self.tokens.append(token)
+        self._pending.append(token)
+        piece = self._pending_text()
+        return "" if piece.endswith(_INCOMPLETE) else self._emit(piece)
+
+    def end(self) -> str:
+        """The text that no token has completed."""
+        return self._emit(self._pending_text())
+
+    def _pending_text(self) -> str:
+        decode = self._tokenizer.decode
+        return decode(self._before + self._pending)[len(decode(self._before)) :]
+
+    def _emit(self, piece: str) -> str:
+        self.text += piece
+        self._before = (self._before + self._pending)[-_OVERLAP:]
+        self._pending = []
+        return piece

@@ -1,0 +1,219 @@
+"""Run a trained model on files, batch by batch, and turn its outputs into classes, numbers or masks."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from gpipe_cli.data.transforms import Transform
+from gpipe_cli.distributed.world import World
+from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.errors import ConfigError, DataError, NumericError
+from gpipe_cli.inference.inputs import Images, InputFile, PreparedInput
+from gpipe_cli.inference.spec import CLASSIFICATION, OTHER, SEGMENTATION, InferenceSpec
+from gpipe_cli.losses.measures import main_scores
+from gpipe_cli.pytree import ModelInput, flatten, unflatten
+from gpipe_cli.report.formatting import describe
+from gpipe_cli.report.output import print_status
+from gpipe_cli.runs.snapshots.durable import write_file
+from gpipe_cli.safe_files import writing
+
+Row = dict[str, Any]
+"""The prediction for one input, as JSON; with `error` instead if it could not be read."""
+MAX_COLORS = 256
+"""Of a palette; with more classes a mask has 16-bit shades of gray."""
+
+
+@final
+@dataclass(frozen=True)
+class Predictor:
+    engine: Engine
+    spec: InferenceSpec
+    world: World
+    top: int
+    masks: MaskFolder | None
+    """Where the masks of a segmentation go; only rank 0 writes them."""
+
+    def predict(self, inputs: Images, batch_size: int) -> Iterator[Row]:
+        """A row per input, in order."""
+        for begin in range(0, len(inputs), batch_size):
+            batch = range(begin, min(begin + batch_size, len(inputs)))
+            samples = [_read(inputs, index) for index in batch]
+            # Every rank reads every input. Should one of them fail where rank 0 succeeds, it takes zeros instead:
+            # all ranks need batches of the same size.
+            errors = [sample if isinstance(sample, str) else None for sample in samples]
+            errors = json.loads(self.world.from_rank_zero(json.dumps(errors)))
+            tensors = [
+                sample.input if isinstance(sample, PreparedInput) else inputs.zeros
+                for sample, error in zip(samples, errors, strict=True)
+                if error is None
+            ]
+            outputs = iter(self.engine.predict(_stacked(tensors), self._results) if tensors else ())
+            for index, sample, error in zip(batch, samples, errors, strict=True):
+                file = inputs.file(index)
+                if error is None:
+                    yield {"file": str(file.path), **self._row(file, sample, next(outputs))}
+                    continue
+                if self.world.is_rank_zero:
+                    print_status(f"skipped {error}")
+                yield {"file": str(file.path), "error": error}
+
+    def _results(self, output: Any) -> Tensor:
+        """What the process with the last layer sends to the others: probabilities, numbers, or a class per pixel."""
+        scores = _main_output(output)
+        if self.spec.task == SEGMENTATION:
+            if scores.ndim != 4:
+                raise ConfigError(
+                    f"model: returns {list(scores.shape)}; a segmentation returns scores [samples, classes, height, "
+                    "width]"
+                )
+            return scores.argmax(1)
+        numbers = scores.float().flatten(1) if scores.ndim > 1 else scores.float().unsqueeze(1)
+        return numbers.softmax(1) if self._shows_classes(numbers) else numbers
+
+    def _shows_classes(self, scores: Tensor) -> bool:
+        """A single score has no other to compare it with: it is shown as a number."""
+        return self.spec.task == CLASSIFICATION and scores.shape[-1] > 1
+
+    def _row(self, file: InputFile, sample: PreparedInput | str, result: Tensor) -> Row:
+        if self.spec.task == SEGMENTATION:
+            return self._mask_row(file, sample, result)
+        if not result.isfinite().all():
+            raise NumericError(f"{file.path}: the model's output is not finite")
+        if not self._shows_classes(result):
+            return {"outputs": result.tolist()}
+        top = result.topk(min(self.top, len(result)))
+        return {
+            "classes": [
+                {"class": self._name(index), "index": index, "probability": probability}
+                for probability, index in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+            ]
+        }
+
+    def _mask_row(self, file: InputFile, sample: PreparedInput | str, classes: Tensor) -> Row:
+        """The classes with the most pixels, and the file of the mask."""
+        pixels = torch.bincount(classes.flatten())
+        top = pixels.topk(min(self.top, int((pixels > 0).sum())))
+        row: Row = {
+            "classes": [
+                {"class": self._name(index), "index": index, "share": count / classes.numel()}
+                for count, index in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+            ]
+        }
+        if self.masks is not None and isinstance(sample, PreparedInput):
+            row = {"mask": str(self.masks.write(file, classes, sample.size)), **row}
+        return row
+
+    def _name(self, index: int) -> str:
+        names = self.spec.class_names
+        return str(index) if names is None or index >= len(names) else names[index]
+
+
+def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Images:
+    """The files as inputs of a model."""
+    if spec.task == OTHER or len(spec.shape) != 3 or spec.shape[0] not in (1, 3):
+        shape = "x".join(map(str, spec.shape))
+        raise ConfigError(
+            f"input: gpipe predict reads images, and the inputs of this model (shape {shape}) are none; for text use "
+            "gpipe generate"
+        )
+    return Images(spec, files, transform)
+
+
+def check_out(spec: InferenceSpec, out: str | None) -> None:
+    """Check that predictions of this task can be written to `out`."""
+    if out is not None and os.path.lexists(out):
+        raise ConfigError(f"out={out}: exists; give another name, or remove it")
+    if spec.task == SEGMENTATION and out is None:
+        raise ConfigError("out: give out=<folder>, a new folder for the masks of this segmentation")
+    if spec.task != SEGMENTATION and out is not None and Path(out).suffix != ".csv":
+        raise ConfigError(f"out={out}: gpipe writes predictions as CSV; give a name that ends in .csv")
+
+
+def _read(inputs: Images, index: int) -> PreparedInput | str:
+    """The input, or why it cannot be read."""
+    try:
+        return inputs.read(index)
+    except DataError as error:
+        return describe(error)
+
+
+def _main_output(output: Any) -> Tensor:
+    scores = main_scores(output)
+    if not isinstance(scores, Tensor):
+        raise ConfigError(f"model: returns a {type(scores).__name__}; gpipe predict needs a tensor")
+    return scores.detach()
+
+
+def _stacked(inputs: Sequence[ModelInput]) -> ModelInput:
+    rows = [flatten(input, "input") for input in inputs]
+    stacked: ModelInput = unflatten(
+        rows[0][1], [torch.stack(column) for column in zip(*(tensors for tensors, _ in rows), strict=True)]
+    )
+    return stacked
+
+
+@final
+class MaskFolder:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._taken: set[Path] = set()
+
+    @staticmethod
+    def create(folder: Path) -> MaskFolder:
+        if os.path.lexists(folder):
+            raise ConfigError(f"out={folder}: exists; give another name, or remove it")
+        with writing(folder):
+            folder.mkdir(parents=True)
+        return MaskFolder(folder)
+
+    def write(self, file: InputFile, classes: Tensor, size: tuple[int, int]) -> Path:
+        """Write the mask, scaled to the width and height of its image, and return its path.
+
+        classes: of each pixel, as the model saw it.
+        """
+        path = self._path(file)
+        mask = _image(classes).resize(size, Image.Resampling.NEAREST)
+        content = io.BytesIO()
+        mask.save(content, "PNG")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, [content.getvalue()], replace=False)
+        return path
+
+    def _path(self, file: InputFile) -> Path:
+        """a.jpg becomes a.png; a.bmp beside it becomes a.bmp.png."""
+        path = self._folder / file.below.with_suffix(".png")
+        if path in self._taken:
+            path = self._folder / file.below.with_name(f"{file.below.name}.png")
+        while path in self._taken:  # files of the same name from several folders
+            path = path.with_name(f"{path.stem}_.png")
+        self._taken.add(path)
+        return path
+
+
+def palette() -> list[int]:
+    """Red, green and blue of each class: the bits of its number, spread over the high bits of the three."""
+    return [
+        sum((index >> (3 * bit + channel) & 1) << (7 - bit) for bit in range(8))
+        for index in range(MAX_COLORS)
+        for channel in range(3)
+    ]
+
+
+def _image(classes: Tensor) -> Image.Image:
+    height, width = classes.shape
+    if int(classes.max()) >= MAX_COLORS:
+        return Image.frombytes("I;16", (width, height), classes.to(torch.uint16).numpy().tobytes())
+    image = Image.frombytes("P", (width, height), classes.to(torch.uint8).numpy().tobytes())
+    image.putpalette(palette())
+    return image

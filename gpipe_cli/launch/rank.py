@@ -1,0 +1,78 @@
+"""This process as one of several ranks: whether it is one, whether it prints, how it runs its task and tells its end.
+
+gpipe starts ranks itself (`launcher`), or torchrun does, with the same environment variables. After the end of all
+processes, torchrun shows what the first one that failed wrote to its error file, so users see one line however many
+ranks fail alike. torch itself is not imported, so that a mistyped key is reported without it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from gpipe_cli.errors import PeerError, Stopped, exit_code
+from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
+from gpipe_cli.redaction import redacted
+from gpipe_cli.report.formatting import describe
+from gpipe_cli.report.output import redirect_streams, secure_streams
+
+_STARTED, _REASON = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
+_LATER = 60
+"""Seconds. torchrun reports the process that failed first, by timestamps in whole seconds."""
+
+
+def is_rank() -> bool:
+    return _STARTED in os.environ
+
+
+def is_main_process() -> bool:
+    """Whether this process prints and writes: rank 0, or the only process."""
+    return not is_rank() or os.environ.get("RANK", "0") == "0"
+
+
+def leave_reason(line: str, *, of_another: bool) -> None:
+    """Write the reason to torchrun's error file; of_another: this process failed only because another did."""
+    path = os.environ.get(_REASON)
+    if not is_rank() or not path:
+        return
+    when = int(time.time()) + (_LATER if of_another else 0)
+    shown = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(when)}}
+    Path(path).write_text(json.dumps({"message": shown}), encoding="utf-8")
+
+
+def run_rank(folder: str, run_task: Callable[[RankFiles, RankTask], Mapping[str, Any]]) -> NoReturn:
+    """Run the task of the launcher's folder in this process, report how that went, and exit.
+
+    Rank 0 shares the launcher's streams; the streams of the others go to their logs.
+    """
+    files, rank = RankFiles(Path(folder)), int(os.environ["RANK"])
+    task = files.read_task()
+    secure_streams()
+    faulthandler.enable()
+    if rank:
+        redirect_streams(files.output(rank), files.folder)
+    try:
+        report = ExitReport(0, summary=dict(run_task(files, task)), time=time.monotonic())
+    except (Stopped, KeyboardInterrupt) as error:
+        message = redacted(describe(error)) if isinstance(error, Stopped) else ""
+        report = ExitReport(exit_code(error), message, time=time.monotonic())
+    except BaseException as error:  # noqa: BLE001 - a layer may raise anything; the launcher reports it
+        # Before the traceback is formatted: the launcher names the rank whose error came first.
+        failed_at = time.monotonic()
+        if rank:  # its stderr is a log
+            sys.stderr.write(redacted("".join(traceback.format_exception(error))))
+        message, caused_by_peer = redacted(describe(error)), isinstance(error, PeerError)
+        report = ExitReport(exit_code(error), message, caused_by_peer, failed_at)
+    # Before the process ends: the launcher reads it as soon as the kernel reports the death.
+    files.write_exit_report(rank, report)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: the interpreter would wait for threads that wait for a dead peer.
+    os._exit(0 if report.is_clean else report.exit_code)

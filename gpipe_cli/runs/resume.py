@@ -1,0 +1,252 @@
+"""gpipe train resume=...: which run to resume, from which snapshot, and with which settings.
+
+In order: find and lock the directory, read the saved settings and override them, refuse changes that cannot be
+resumed, open the newest verified snapshot; then `commands/train` builds the model and the engine, loads the state
+into the engine, and moves metrics and snapshots that are newer aside.
+
+The settings are the saved ones, overridden by those on the command line. Changes that would make another model, or
+other samples at the same step, are refused; gpipe reports all other changes. `allow` is never taken from the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from gpipe_cli.build.components import reads_on_demand, starts_ranks
+from gpipe_cli.config.compose import overridden_epochs, settings_of
+from gpipe_cli.config.job import Job
+from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.distributed.world import World
+from gpipe_cli.engines.state import EngineState, with_trained
+from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
+from gpipe_cli.launch.outcome import recorded_outcome
+from gpipe_cli.launch.rank import is_main_process, is_rank
+from gpipe_cli.run.chosen_order import saved_order
+from gpipe_cli.runs.directory import lock_run_directory, resumed_directory
+from gpipe_cli.runs.saved import saved_config, select_snapshot, warn_of_damaged, with_overrides
+from gpipe_cli.runs.snapshots.base_weights import check_base
+from gpipe_cli.runs.snapshots.contents import Snapshot, open_large_snapshot, open_snapshot
+from gpipe_cli.runs.snapshots.file_names import FILES, OPTIMIZER
+from gpipe_cli.runs.snapshots.manifest import (
+    first_valid_snapshot,
+    is_snapshot,
+    newest_valid_snapshot,
+    search_together,
+    snapshot_paths,
+)
+from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
+from gpipe_cli.schedule.files import FixedOrder
+from gpipe_cli.training.loop import TrainSpec
+from gpipe_cli.values import flatten
+
+FIXED_KEYS = ("model", "data", "seed", "batch_size", "optimizer._target_")
+"""Keys that cannot change: the tensors, or the samples of a step, would be others."""
+LOADING_KEYS = ("data.workers", "data.timeout", "data.root")
+"""Exceptions to those: they decide only where samples are stored and which processes load them."""
+BASE_KEY = "model.path"
+"""May change if the snapshot says which files must be there."""
+LAUNCH_KEYS = ("resume", "run_dir", "reset_optimizer")
+"""Keys of one launch; the run does not keep them."""
+
+
+@final
+@dataclass(frozen=True)
+class ResumedRun:
+    directory: Path
+    snapshot: Snapshot | None
+    """None: the run saved no usable snapshot, so it starts again in the same directory."""
+    settings: TrainConfig
+    tree: DictConfig
+    changes: list[str]
+    """Settings that differ from the saved ones, as `key: before -> now`."""
+    saved: DictConfig
+    """The configuration of the run before this launch."""
+    order: FixedOrder | None = None
+    """That of schedule=auto or schedule=file."""
+
+    @property
+    def record(self) -> TrainingRecord | None:
+        return None if self.snapshot is None else self.snapshot.record
+
+    def state_for(self, model: nn.Module) -> EngineState:
+        """The saved state; where `freeze` has changed, newly trained parameters start without optimizer state."""
+        assert self.snapshot is not None, "there is nothing to resume from"
+        if not any(change.startswith("freeze:") for change in self.changes):
+            return self.snapshot.state
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        return with_trained(self.snapshot.state, trained)
+
+
+def load_resumed_run(
+    settings: TrainConfig, job: Job, cleanup: ExitStack, *, lock: bool = True
+) -> ResumedRun | None:
+    """Load the run that `resume=` names, or return None to start a new one.
+
+    lock: hold the run directory's lock until `cleanup` is closed.
+    """
+    _check_restarts(settings, job)
+    directory = resumed_directory(settings.resume, settings.run_dir)
+    if directory is None:
+        return None
+    if not Path(str(settings.resume)).is_dir() and settings.resume != "auto":
+        raise RunError(f"resume={settings.resume}: no such directory")
+    # Before anything is read: a run that is still training would save, rename and remove snapshots meanwhile.
+    if lock and not job.dry_run:
+        cleanup.enter_context(lock_run_directory(directory))
+        cleanup.enter_context(recorded_outcome(directory))
+    saved = saved_config(directory)
+    tree = with_overrides(saved, job.tree, job.overrides, LAUNCH_KEYS)
+    new_settings = settings_of(tree, job.command, job.overrides)
+    assert isinstance(new_settings, TrainConfig)
+    if problem := overridden_epochs(new_settings, job.overrides):
+        raise ConfigError(problem)
+    # Of the processes of a job, rank 0 warns, once all ranks have looked.
+    warn = not is_rank() and (job.dry_run or not starts_ranks(new_settings))
+    snapshot = _load_snapshot(settings, directory, on_demand=reads_on_demand(new_settings), warn=warn)
+    base = None if snapshot is None else snapshot.record.base
+    changes = _changes(saved, tree, LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY))
+    if snapshot is not None:
+        check_base(base, new_settings.model, snapshot.path, contents=is_main_process())
+    order = saved_order(directory, new_settings, job.overrides)
+    return ResumedRun(directory, snapshot, new_settings, tree, changes, saved, order)
+
+
+def _check_restarts(settings: TrainConfig, job: Job) -> None:
+    """Under torchrun, which restarts ranks itself, check that a restarted rank finds the run and may go on."""
+    wanted = settings.engine.get("max_restarts", 0)
+    if not is_rank() or job.rank is not None or not wanted or not isinstance(wanted, int):
+        return  # `check_components` refuses what is no number
+    allowed, done = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    key = f"engine.max_restarts={wanted}"
+    if settings.run_dir is None or settings.resume != "auto":
+        raise ConfigError(
+            f"{key}: with torchrun, give run_dir=... and resume=auto, so that restarted ranks resume"
+        )
+    if allowed < wanted:
+        raise ConfigError(
+            f"{key}: torchrun restarts ranks {allowed} times; start it with --max-restarts={wanted}"
+        )
+    if done > wanted:
+        raise PeerError(f"{key}: torchrun has restarted the ranks {done} times")
+
+
+def verified_in_ranks(resumed: ResumedRun | None, world: World) -> ResumedRun | None:
+    """The run with a snapshot that the ranks have verified together; a process that is no rank did so alone.
+
+    With resume=auto it has none if all snapshots are damaged.
+    """
+    if not is_rank():
+        return resumed
+    _check_same_snapshot(resumed, world)
+    if resumed is None or resumed.snapshot is None:
+        return resumed
+    value, given = resumed.settings.resume, resumed.snapshot
+    named = value not in (None, "auto") and is_snapshot(Path(str(value)))
+    ignored = (OPTIMIZER,) if given.state.resets_optimizer else ()
+    search = search_together([given.path] if named else snapshot_paths(resumed.directory), ignored, world)
+    if search.newest is None and value != "auto":
+        raise RunError("; ".join(map(str, search.damaged.values())))
+    if world.is_rank_zero:
+        warn_of_damaged(search.damaged)
+    if search.newest is None:
+        return replace(resumed, snapshot=None)
+    snapshot = open_large_snapshot(search.newest)
+    state = replace(snapshot.state, resets_optimizer=given.state.resets_optimizer)
+    return replace(resumed, snapshot=replace(snapshot, state=state))
+
+
+def _check_same_snapshot(resumed: ResumedRun | None, world: World) -> None:
+    """Every rank finds the snapshot itself: check that all found the same one before any of them changes a file."""
+    snapshot = None if resumed is None else resumed.snapshot
+    step = -1 if snapshot is None else snapshot.record.position.step
+    least, most = world.min(step), world.max(step)
+    if least != most:
+        other = "no snapshot" if least < 0 else f"that of step {least}"
+        raise RunError(
+            f"one rank would resume from the snapshot of step {most}, another from {other}; "
+            "every machine must see the same run directory"
+        )
+
+
+def check_resumable(spec: TrainSpec, record: TrainingRecord | None) -> None:
+    """Refuse to end a run before the step it has reached, or to give its steps other samples."""
+    if record is None:
+        return  # it starts at step 0
+    if (spec.seed, spec.steps_per_epoch) != (record.seed, record.steps_per_epoch):
+        raise DataError(
+            f"the run was trained with seed={record.seed} on {record.steps_per_epoch} mini-batches per epoch; "
+            f"now seed={spec.seed} and there are {spec.steps_per_epoch}: its data or its config.yaml has changed"
+        )
+    if spec.steps < record.position.step:
+        raise ConfigError(
+            f"steps={spec.steps}: the run has reached step {record.position.step}; "
+            "give at least that many, or resume from an earlier snapshot"
+        )
+
+
+def version_changes(record: TrainingRecord) -> list[str]:
+    """Report versions and thread counts that differ: such a run resumes, but not to the same bits."""
+    before = {**record.versions, "threads": record.threads}
+    now = {**versions(), "threads": torch.get_num_threads()}
+    return [
+        f"{name} was {before.get(name)} and is now {value}: results may differ in the last bits"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+
+
+def _load_snapshot(settings: TrainConfig, run: Path, *, on_demand: bool, warn: bool) -> Snapshot | None:
+    """Open the snapshot to resume from; a rank opens only its record, until all ranks have verified it together.
+
+    on_demand: leave the tensors on disk, where the engine reads those that it needs.
+    warn: of damaged snapshots that are newer.
+    """
+    verify, wanted = not is_rank(), () if on_demand else FILES
+    open_verified = open_large_snapshot if on_demand and verify else open_snapshot
+    # A snapshot that the user names must be valid; `auto` takes the newest that is, and warns of newer ones that are
+    # not.
+    if settings.resume != "auto":
+        ignored = (OPTIMIZER,) if settings.reset_optimizer else ()
+        search = partial(first_valid_snapshot, wanted=wanted, ignored=ignored, verify=verify)
+        named = select_snapshot("resume", str(settings.resume), search, warn=warn)
+        snapshot = open_verified(named)
+        return replace(snapshot, state=replace(snapshot.state, resets_optimizer=settings.reset_optimizer))
+    snapshots = newest_valid_snapshot(run, wanted, verify=verify)
+    if warn:
+        warn_of_damaged(snapshots.damaged)
+    return None if snapshots.newest is None else open_verified(snapshots.newest)
+
+
+def _changes(saved: DictConfig, tree: DictConfig, changeable: Sequence[str]) -> list[str]:
+    """Settings that differ from the saved ones; those that must not are an error, except those in `changeable`."""
+    before, now = (dict(flatten(OmegaConf.to_container(config))) for config in (saved, tree))
+    changes = []
+    for key in dict.fromkeys([*before, *now]):
+        old, new = (_yaml_text(config.get(key)) for config in (before, now))
+        # A key that is newer than the run means what its empty default does.
+        unknown = key not in before and not now[key]
+        if before.get(key) == now.get(key) or unknown or key in (*LAUNCH_KEYS, "allow"):
+            continue
+        if key not in changeable and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED_KEYS):
+            raise ConfigError(
+                f"{key}={new}: the run was started with {old}, which cannot change when you resume it; "
+                "leave it out, or start a new run"
+            )
+        changes.append(f"{key}: {old} -> {new}")
+    return changes
+
+
+def _yaml_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

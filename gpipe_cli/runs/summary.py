@@ -1,0 +1,189 @@
+"""How a training run ends: summary.json and the printed result, or the command that resumes a stopped run."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.build.loader import BatchLoader
+from gpipe_cli.config.job import Job, Summary, allow_override, resume_command
+from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.config.words import text_word
+from gpipe_cli.distributed.world import World
+from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
+from gpipe_cli.report.formatting import describe, format_value
+from gpipe_cli.report.model_tables import print_measured_memory
+from gpipe_cli.report.output import print_status
+from gpipe_cli.report.page.render import PAGE, render_page
+from gpipe_cli.report.page.run_facts import read_run
+from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number
+from gpipe_cli.report.tables import print_facts
+from gpipe_cli.runs.directory import write_json, write_text
+from gpipe_cli.runs.lr_after_resume import longer_line
+from gpipe_cli.runs.resume import ResumedRun
+from gpipe_cli.runs.snapshots.manifest import snapshot_paths
+from gpipe_cli.safe_files import parse_json, read_regular
+from gpipe_cli.training.loop import EvalResult, TrainSpec
+from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
+from gpipe_cli.values import lower_is_better
+
+SUMMARY = "summary.json"
+LARGEST_EPOCH = 10**9
+LARGEST_SUMMARY = 2**20
+"""Bytes."""
+
+
+def summarize(
+    last: EvalResult,
+    loader: BatchLoader,
+    directory: Path,
+    job: Job,
+    stopped_early: str | None = None,
+) -> dict[str, Any]:
+    """stopped_early: why, if it did."""
+    return {
+        "loss": last.loss,
+        **last.means,
+        "epochs": last.epoch + 1,
+        "steps": last.step,
+        **({"stopped_early": stopped_early} if stopped_early else {}),
+        "samples_per_second": loader.samples_after(last.step) / last.seconds,
+        "seconds": last.seconds,
+        "run_dir": str(directory),
+        "command": job.line,
+    }
+
+
+def summary_if_finished(
+    resumed: ResumedRun, spec: TrainSpec, loader: BatchLoader, job: Job
+) -> Summary | None:
+    """The summary of a run that has nothing left to train, or None."""
+    record = None if resumed.snapshot is None else resumed.snapshot.record
+    if record is None or record.position.evaluation is None or not record.position.evaluated:
+        return None
+    at_end = record.position.step == spec.steps
+    stopped_early = None if at_end or spec.early_stop is None else spec.early_stop.reason(record.waiting)
+    if not at_end and stopped_early is None:
+        return None
+    summary = summarize(record.position.evaluation, loader, resumed.directory, job, stopped_early)
+    before = _read_summary(resumed.directory)
+    may_differ = ("run_dir", "command")
+    if all(before.get(key) == value for key, value in summary.items() if key not in may_differ):
+        cure = f" early ({stopped_early}); raise early_stop.patience to continue" if stopped_early else ""
+        sys.stderr.write(f"{resumed.directory}: the run has finished{cure}; gpipe changed nothing\n")
+        return before
+    write_summary(resumed.directory, summary)
+    return summary
+
+
+def write_summary(run: Path, summary: Summary) -> None:
+    # The last snapshot is already saved. If the disk is full, resuming the finished run writes the summary later.
+    try:
+        write_json(run / SUMMARY, summary)
+    except ResourceError as error:
+        print_status(f"warning: {error}")
+
+
+def write_report(run: Path) -> None:
+    """Write report.html when a run ends; only warn if that fails, because the results are already saved."""
+    try:
+        write_text(run / PAGE, render_page([read_run(run)]))
+    except Exception as error:  # noqa: BLE001 - a page must not turn a finished run into a failed one
+        print_status(f"warning: {PAGE} was not written: {describe(error)}")
+
+
+def _export_format(settings: TrainConfig, run: Path) -> list[str]:
+    """A model of Hugging Face is exported to a directory, an adapter of one to peft's."""
+    match settings.model:
+        case {"path": _, "lora": {"rank": rank}}:
+            return [f"format={'hf' if rank is None else 'peft'}", text_word("out", run / "exported")]
+    return []
+
+
+def print_summary(summary: Summary, settings: TrainConfig) -> None:
+    """Print the result with the commands that a user is likely to want next."""
+    run = Path(str(summary.get("run_dir")))
+    allow = allow_override(settings)
+    longer = f"epochs={2 * settings.epochs}" if settings.steps is None else f"steps={2 * settings.steps}"
+    if "stopped_early" in summary:
+        longer = f"early_stop.patience={2 * (settings.early_stop.patience or 1)}"
+    steps = as_int(summary.get("steps"), LARGEST_EPOCH) or 1
+    lr = None if "stopped_early" in summary else longer_line(settings, steps, 2 * steps)
+    next_commands = {
+        "evaluate": shlex.join(["gpipe", "eval", text_word("run", run), *allow]),
+        "train_longer": shlex.join(["gpipe", "train", text_word("resume", run), longer, *allow]),
+        **({} if lr is None else {"learning_rate": lr}),
+        "export": shlex.join(["gpipe", "export", text_word("run", run), *_export_format(settings, run)]),
+    }
+    print_measured_memory(summary.get("partitions", []))
+    facts = {key: value for key, value in summary.items() if key != "partitions"}
+    print_facts(
+        "",
+        {
+            **facts,
+            **_best_evaluation(run, settings.snapshot.monitor or "loss"),
+            "report": str(run / PAGE),
+            **next_commands,
+        },
+    )
+
+
+@contextmanager
+def stop_with_resume_command(
+    directory: Path, settings: TrainConfig, deadline: float | None, world: World
+) -> Iterator[StopRequests]:
+    """Turn signals and the time limit into requests that the loop heeds between steps.
+
+    A stopped run leaves this context as Stopped or Interrupted (exit code 75 or 130) with the command to resume it.
+    """
+    with stop_requests(deadline=deadline, agree=world.max, patient=world.size > 1) as stops:
+        try:
+            yield stops
+        except StopRequested as request:
+            raise _stopped(request, "", directory, settings) from request
+        except KeyboardInterrupt as error:  # a second Ctrl-C
+            first = stops.request or StopRequested("Ctrl-C")
+            raise _stopped(first, " at once", directory, settings) from error
+        except DataError as error:
+            # A scheduler signals every process of the job, data workers included. The training process then sees a
+            # dead worker before it heeds its own signal; report the signal, not broken data.
+            if (request_ := stops.request) is None:
+                raise
+            cause = f", which interrupted the current step ({describe(error)})"
+            raise _stopped(request_, cause, directory, settings) from error
+
+
+def _stopped(request: StopRequested, how: str, directory: Path, settings: TrainConfig) -> Stopped:
+    reason = f"time_limit={settings.time_limit}" if request.reason == "time_limit" else request.reason
+    snapshots = snapshot_paths(directory)
+    if not snapshots:
+        return request.error(f"stopped by {reason}{how}, before anything was saved in {directory}")
+    command = resume_command(directory, settings)
+    return request.error(f"stopped by {reason}{how}; saved in {snapshots[0]}; resume with: {command}")
+
+
+def _read_summary(run: Path) -> Summary:
+    """Read summary.json; empty if it is damaged, or missing because the run ended before it was written."""
+    try:
+        content = parse_json(read_regular(run / SUMMARY, LARGEST_SUMMARY, base=run))
+    except (FileNotFoundError, ValueError):
+        return {}
+    except OSError as error:
+        raise RunError(f"{run / SUMMARY}: cannot be read: {error}; remove it") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _best_evaluation(run: Path, monitor: str) -> dict[str, str]:
+    """The best evaluation over all launches of the run."""
+    rows = [row for row in RunFiles(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
+    values = [(value, row) for row in rows if (value := as_number(row.get(monitor))) is not None]
+    if not values:
+        return {}
+    # The first of several that are equally good, as for snapshots.
+    value, row = (min if lower_is_better(monitor) else max)(values, key=lambda pair: pair[0])
+    epoch = as_int(row.get("epoch"), LARGEST_EPOCH) or 0
+    return {"best_epoch": f"{epoch + 1} (step {row.get('step')}, {monitor} {format_value(monitor, value)})"}

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from gpipe_cli.engines.state import module_state
+from gpipe_cli.huggingface import import_package, transformers
+from gpipe_cli.models.hf.model import build
+from gpipe_cli.runs.snapshots.manifest import snapshot_path
+from gpipe_cli.runs.snapshots.record import BaseFiles, TrainingRecord, digest_files, versions
+from gpipe_cli.runs.snapshots.writing import write_snapshot
+from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
+from gpipe_cli.training.loop import Position
+from tests.support.command_line import Gpipe
+from tests.support.hugging_face_models import save_model, tiny_config
+
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2}
+
+
+def save_run(run: Path, node: dict[str, Any], **built: Any) -> nn.Module:
+    """A run with one snapshot of an adapted model whose trained parameters are all random; returns the model."""
+    torch.manual_seed(0)
+    model = build(**{key: value for key, value in node.items() if key != "_target_"}, **built)
+    frozen = {
+        name
+        for name, parameter in model.state_dict(keep_vars=True).items()
+        if isinstance(parameter, UnloadedParameter) and not parameter.requires_grad
+    }
+    load_parameters([model], torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    base = _base(Path(node["path"])) if frozen else None
+    record = TrainingRecord(Position(1, 1.0), None, 1, 0, 1, versions(), {}, base)
+    path = snapshot_path(run, 1)
+    path.parent.mkdir(parents=True)
+    write_snapshot(path, module_state(model, frozen), record, lambda: None)
+    OmegaConf.save(
+        {"model": {"_target_": "gpipe_cli.models.hf.model.build", **node}, "data": {}}, run / "config.yaml"
+    )
+    return model.eval()
+
+
+def _base(directory: Path) -> BaseFiles:
+    return digest_files(directory, [path.name for path in directory.glob("*.safetensors")])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "auto", "keys", "saved"),
+    [
+        ("LlamaConfig", {}, "CausalLM", {"lora": {"rank": 2, "targets": ["q_proj"]}}, None),
+        ("LlamaConfig", {}, "CausalLM", {"lora": {"rank": 2, "alpha": 3}, "dtype": "float16"}, None),
+        ("LlamaConfig", {}, "CausalLM", {"lora": {"rank": 2, "targets": ["embed_tokens", "lm_head"]}}, None),
+        ("GPT2Config", GPT2, "CausalLM", {"lora": {"rank": 2, "targets": "all-linear"}}, None),
+        (
+            "T5Config",
+            {"d_model": 16, "d_kv": 8, "num_heads": 2, "d_ff": 16},
+            "Seq2SeqLM",
+            {"lora": {"rank": 2}},
+            None,
+        ),
+        ("BertConfig", {}, "SequenceClassification", {"lora": {"rank": 2}}, ["classifier"]),
+        ("LlamaConfig", {"pad_token_id": 0}, "SequenceClassification", {"lora": {"rank": 2}}, ["score"]),
+        (
+            "RobertaConfig",
+            {"max_position_embeddings": 34},  # two of them are not for tokens
+            "SequenceClassification",
+            {"lora": {"rank": 2}, "new_head": True},
+            ["classifier"],
+        ),
+    ],
+    ids=str,
+)
+def test_peft_loads_what_is_exported_to_the_bit(
+    kind: str,
+    sizes: dict[str, Any],
+    auto: str,
+    keys: dict[str, Any],
+    saved: list[str] | None,
+    gpipe: Gpipe,
+    tmp_path: Path,
+) -> None:
+    base = save_model(tmp_path / "base", f"AutoModelFor{auto}", tiny_config(kind, **sizes))
+    model = save_run(tmp_path / "run", {"path": str(base), **keys})
+    summary = gpipe("export", "run=run", "out=adapter", "format=peft", "--json").json
+    assert summary["base"] == str(base)
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(base) and written["modules_to_save"] == saved
+    dtype = torch.float16 if keys.get("dtype") else torch.float32
+    plain = getattr(transformers(), f"AutoModelFor{auto}").from_pretrained(base, dtype=dtype)
+    adapted = import_package("peft").PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
+    tokens = torch.randint(1, 64, (2, 6))
+    inputs: dict[str, Tensor] = {"input_ids": tokens} | (
+        {"decoder_input_ids": tokens} if auto == "Seq2SeqLM" else {}
+    )
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        assert torch.equal(adapted(**inputs).logits, expected)
+        with adapted.disable_adapter():
+            assert not torch.equal(adapted(**inputs).logits, expected)
+
+
+def test_other_formats_and_other_runs_are_refused_with_the_cure(gpipe: Gpipe, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "AutoModelForCausalLM", tiny_config())
+    save_run(tmp_path / "run", {"path": str(base), "lora": {"rank": 2}})
+    save_run(tmp_path / "whole", {"path": str(base), "lora": {"rank": None}})
+    for format in ("hf", "safetensors"):
+        answer = gpipe("export", "run=run", "out=written", f"format={format}")
+        assert answer.code == 2 and "give format=peft" in answer.err
+    answer = gpipe("export", "run=whole", "out=written", "format=peft")
+    assert (
+        answer.code == 2
+        and "has no adapter of a base model in files (model.lora.rank); give format=hf" in answer.err
+    )
+    (base / "model.safetensors.index.json").unlink()
+    for file in base.glob("*.safetensors"):
+        file.write_bytes(b"")
+    answer = gpipe("export", "run=run", "out=written", "format=peft")
+    assert answer.code == 4 and "was trained on another base model" in answer.err
+    assert not (tmp_path / "written").exists()
