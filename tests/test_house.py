@@ -17,7 +17,7 @@ VAGUE_NAMES = {"utils", "helpers", "common", "misc"}
 DEVICE_TYPES = {"cuda", "hip", "xpu", "mps", "npu", "mtia"}
 KNOWS_DEVICE_TYPES = ("accelerator", "torch_internals/cuda_sanitizer.py")
 """The sanitizer is a private part of torch.cuda, and no other kind of device has one."""
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
 Check = Callable[[ast.AST], Iterator[str]]
@@ -122,7 +122,7 @@ def test_every_file_name_says_what_is_inside() -> None:
     assert [name for name in sources() if Path(name).stem in VAGUE_NAMES] == []
 
 
-def test_no_file_has_more_than_400_lines() -> None:
+def test_no_file_has_more_than_600_lines() -> None:
     lines = {name: len(source.splitlines()) for name, source in sources().items()}
     assert {name: count for name, count in lines.items() if count > MAX_FILE_LINES} == {}
 
