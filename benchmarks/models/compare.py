@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.models.subject import Batch, Batches, Subject, call
 from gpipe_cli import GPipe
-from gpipe_cli.sequential import Sequence, partition_uniform, to_sequential
+from gpipe_cli.sequential import LayerSequence, partition_uniform, to_sequential
 
 DROPOUT = 0.1
 PARTITIONS = 3
@@ -83,7 +83,7 @@ def _prove_alone(subject: Subject, batches: Batches) -> Proof:
     return Proof(len(sequence), len(_shared(sequence)), "never", trace_seconds, 0.0, 0.0)
 
 
-def _compare_names(original: nn.Module, sequence: Sequence) -> None:
+def _compare_names(original: nn.Module, sequence: LayerSequence) -> None:
     _require(list(sequence.state_dict()) == list(original.state_dict()), "state_dict has other names")
     for members in ("named_parameters", "named_buffers"):
         for once in (True, False):
@@ -97,7 +97,7 @@ def _compare_names(original: nn.Module, sequence: Sequence) -> None:
         model.load_state_dict(other.state_dict())
 
 
-def _compare_training(original: nn.Module, sequence: Sequence, batch: Batch, what: str) -> None:
+def _compare_training(original: nn.Module, sequence: LayerSequence, batch: Batch, what: str) -> None:
     def run(module: nn.Module, output_of: Callable[[], Any]) -> _Facts:
         module.train()
 
@@ -217,7 +217,7 @@ def _compare_facts(given: _Facts, expected: _Facts, tolerated: frozenset[str], w
         _require(torch.equal(buffer, given.buffers[name]), f"{what}: {name} differs afterwards")
 
 
-def _shared(sequence: Sequence) -> frozenset[str]:
+def _shared(sequence: LayerSequence) -> frozenset[str]:
     """The names of parameters that several layers hold."""
     holders = Counter(id(parameter) for layer in sequence for parameter in layer.parameters())
     return frozenset(name for name, parameter in sequence.named_parameters() if holders[id(parameter)] > 1)

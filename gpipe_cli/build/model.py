@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,7 +30,7 @@ from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.snapshots.base_weights import BaseWeights, base_weights
-from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
+from gpipe_cli.sequential import LayerSequence, flatten_model
 from gpipe_cli.sequential.selection import FrozenParameters, freeze, tracks_statistics
 from gpipe_cli.sequential.without_storage import (
     UnloadedParameter,
@@ -208,7 +207,7 @@ def check_own_keys(keys: Mapping[str, Any]) -> None:
             raise ConfigError(f"model.{key}={items}: must be true or false, with a list in model.layers")
         if key not in SEQUENCE_KEYS:
             continue
-        if not isinstance(items, SequenceOf) or isinstance(items, str):
+        if not isinstance(items, Sequence) or isinstance(items, str):
             raise ConfigError(f"model.{key}={items}: must be a list")
     for index, item in enumerate(keys.get("layers", ())):
         _layer(item, f"model.layers[{index}]")
@@ -223,9 +222,11 @@ def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Value) -> nn.
         return sequence
     if isinstance(model, nn.Sequential) and "leaves" not in keys:
         check_input(model, sample)
-        if not isinstance(model, Sequence):  # a Sequence was checked when it was made
+        if not isinstance(model, LayerSequence):  # a LayerSequence was checked when it was made
             check_outputs(model, sample)
         return model
+    from gpipe_cli.sequential import to_sequential  # here, since most models are sequences already
+
     return to_sequential(model, sample, keys.get("leaves", ()))
 
 

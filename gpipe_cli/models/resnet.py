@@ -12,7 +12,7 @@ from typing import final
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential import Sequence
+from gpipe_cli.sequential import LayerSequence
 from gpipe_cli.values import check_whole_number
 
 
@@ -91,7 +91,7 @@ def build(
     name: str = "resnet18",
     num_classes: int = 10,
     zero_init_residual: bool = False,
-) -> Sequence:
+) -> LayerSequence:
     """Return a ResNet with parameters drawn from torch's default generator.
 
     With `zero_init_residual` the scale of each block's last batch norm starts at 0, so that every block starts as its
@@ -108,7 +108,7 @@ def build(
     return sequence
 
 
-def _sequence(name: str, num_classes: int) -> Sequence:
+def _sequence(name: str, num_classes: int) -> LayerSequence:
     block, counts = BLOCKS[name]
     stem = _named(
         conv1=_convolution(3, 64, 7, stride=2),
@@ -125,7 +125,7 @@ def _sequence(name: str, num_classes: int) -> Sequence:
             blocks[f"layer{stage + 1}.{index}"] = block(channels, width, stride)
             channels = block.expansion * width
     head = _named(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(1), fc=nn.Linear(channels, num_classes))
-    sequence = Sequence(
+    sequence = LayerSequence(
         [stem, *blocks.values(), head], paths=["", *blocks, ""], names=["stem", *blocks, "head"]
     )
     for module in sequence.modules():

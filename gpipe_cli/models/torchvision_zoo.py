@@ -6,14 +6,14 @@ weights load by name. gpipe downloads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential import Sequence, to_sequential
+from gpipe_cli.sequential import LayerSequence, to_sequential
 from gpipe_cli.values import check_whole_number
 from gpipe_cli.vision import torchvision
 
@@ -39,9 +39,9 @@ def names(task: str = "classification") -> list[str]:
 def build(
     name: str = "mobilenet_v3_small",
     num_classes: int = 10,
-    leaves: SequenceOf[str] = (),
+    leaves: Sequence[str] = (),
     input_shape: tuple[int, ...] = (3, 224, 224),
-) -> Sequence:
+) -> LayerSequence:
     """Return a model with parameters drawn from torch's default generator.
 
     leaves: paths or classes of submodules to keep whole.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential import Sequence as LayerSequence
+from gpipe_cli.sequential import LayerSequence
 from gpipe_cli.sequential.without_storage import meta_clone
 from gpipe_cli.tensor_files.weights_file import StateDicts
 

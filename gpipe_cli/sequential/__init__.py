@@ -1,11 +1,18 @@
 """Models as sequences of layers that keep the original parameter names."""
 
-from gpipe_cli.sequential.by_list import flatten_model, partition_uniform
-from gpipe_cli.sequential.by_tracing import to_sequential
-from gpipe_cli.sequential.sequence import Sequence, layer_class, layer_names, original_output
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpipe_cli.lazy_imports import lazy_attributes
+
+if TYPE_CHECKING:
+    from gpipe_cli.sequential.by_list import flatten_model, partition_uniform
+    from gpipe_cli.sequential.by_tracing import to_sequential
+    from gpipe_cli.sequential.sequence import LayerSequence, layer_class, layer_names, original_output
 
 __all__ = [
-    "Sequence",
+    "LayerSequence",
     "flatten_model",
     "layer_class",
     "layer_names",
@@ -13,3 +20,17 @@ __all__ = [
     "partition_uniform",
     "to_sequential",
 ]
+
+# Lazy: few of the files that need a name from here need the tracer.
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "LayerSequence": "sequence",
+        "flatten_model": "by_list",
+        "layer_class": "sequence",
+        "layer_names": "sequence",
+        "original_output": "sequence",
+        "partition_uniform": "by_list",
+        "to_sequential": "by_tracing",
+    },
+)

@@ -9,8 +9,7 @@ Nothing runs here: it is up to the author that the list computes what the model'
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import pairwise
@@ -19,7 +18,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.sequence import Sequence, named_tensors
+from gpipe_cli.sequential.sequence import LayerSequence, named_tensors
 
 Item: TypeAlias = str | nn.Module | Callable[..., Any]
 """A submodule's dotted name, a module, or a function of the previous layer's output."""
@@ -27,11 +26,11 @@ Item: TypeAlias = str | nn.Module | Callable[..., Any]
 _MAX_NAMES = 10
 """In a message."""
 
-Layers = TypeVar("Layers", bound=SequenceOf[Any] | nn.Sequential)
+Layers = TypeVar("Layers", bound=Sequence[Any] | nn.Sequential)
 
 
 @final
-class Call(nn.Module):
+class FunctionLayer(nn.Module):
     """A function as a layer."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -47,7 +46,7 @@ class Call(nn.Module):
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _ListedLayer:
     path: str
     module: nn.Module
 
@@ -59,15 +58,15 @@ def flatten_model(
     return_list: Literal[False] = False,
     *,
     allow_unused: bool = False,
-) -> Sequence: ...
+) -> LayerSequence: ...
 @overload
 def flatten_model(
     model: nn.Module, layer_list: Iterable[Item], return_list: Literal[True], *, allow_unused: bool = False
 ) -> list[nn.Module]: ...
 def flatten_model(
     model: nn.Module, layer_list: Iterable[Item], return_list: bool = False, *, allow_unused: bool = False
-) -> Sequence | list[nn.Module]:
-    """Return the layers named in `layer_list` as a Sequence, or as a plain list.
+) -> LayerSequence | list[nn.Module]:
+    """Return the layers named in `layer_list` as a LayerSequence, or as a plain list.
 
     Every nn.Sequential and nn.ModuleList among them is replaced by its members.
 
@@ -84,10 +83,10 @@ def flatten_model(
         _check_complete(model, layers)
     if return_list:
         return [layer.module for layer in layers]
-    sequence = Sequence([layer.module for layer in layers], paths=[layer.path for layer in layers])
+    sequence = LayerSequence([layer.module for layer in layers], paths=[layer.path for layer in layers])
     names = {sequence.original_key(key) for key, _ in named_tensors(sequence)}
     is_whole = names == {name for name, _ in named_tensors(model)}
-    return Sequence(sequence, paths=sequence.paths, original=model) if is_whole else sequence
+    return LayerSequence(sequence, paths=sequence.paths, original=model) if is_whole else sequence
 
 
 @overload
@@ -115,10 +114,10 @@ def _slice(layers: Layers, start: int, stop: int) -> Layers:
     return part
 
 
-def _layer(model: nn.Module, paths: dict[nn.Module, str], item: Item, position: int) -> _Layer:
+def _layer(model: nn.Module, paths: dict[nn.Module, str], item: Item, position: int) -> _ListedLayer:
     if isinstance(item, str):
         try:
-            return _Layer(item, model.get_submodule(item))
+            return _ListedLayer(item, model.get_submodule(item))
         except AttributeError as error:
             known = [path for path in paths.values() if path]
             near = get_close_matches(item, known, n=5) or [path for path in known if "." not in path]
@@ -126,15 +125,15 @@ def _layer(model: nn.Module, paths: dict[nn.Module, str], item: Item, position: 
                 f"{type(model).__name__} has no submodule '{item}'; close names: {', '.join(near)}"
             ) from error
     if isinstance(item, nn.Module):
-        return _Layer(paths.get(item, f"layer_{position}"), item)
+        return _ListedLayer(paths.get(item, f"layer_{position}"), item)
     if callable(item):
-        return _Layer(f"layer_{position}", Call(item))
+        return _ListedLayer(f"layer_{position}", FunctionLayer(item))
     raise TypeError(
         f"layer {position} is a {type(item).__name__} ({item!r}); give the name of a submodule, a module or a function"
     )
 
 
-def _expanded(layer: _Layer) -> Iterator[_Layer]:
+def _expanded(layer: _ListedLayer) -> Iterator[_ListedLayer]:
     """Yield a container's members, expanded in turn; a subclass with a forward of its own stays whole."""
     module = layer.module
     runs_in_order = isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
@@ -142,10 +141,10 @@ def _expanded(layer: _Layer) -> Iterator[_Layer]:
         yield layer
         return
     for name, member in module.named_children():
-        yield from _expanded(_Layer(f"{layer.path}.{name}" if layer.path else name, member))
+        yield from _expanded(_ListedLayer(f"{layer.path}.{name}" if layer.path else name, member))
 
 
-def _distinct(layers: list[_Layer]) -> list[_Layer]:
+def _distinct(layers: list[_ListedLayer]) -> list[_ListedLayer]:
     """Copy a module that is listed twice, such as a ReLU: a pipeline could not tell the two layers apart."""
     holders: dict[nn.Module, str] = {}
     distinct = []
@@ -154,7 +153,7 @@ def _distinct(layers: list[_Layer]) -> list[_Layer]:
         if shared is None:
             distinct.append(layer)
         elif shared is layer.module and not [*named_tensors(layer.module)]:
-            distinct.append(_Layer(layer.path, copy.deepcopy(layer.module)))
+            distinct.append(_ListedLayer(layer.path, copy.deepcopy(layer.module)))
         else:
             raise ConfigError(
                 f"layer '{layer.path}' is listed twice (first in '{holders[shared]}') and has parameters or buffers; "
@@ -164,7 +163,7 @@ def _distinct(layers: list[_Layer]) -> list[_Layer]:
     return distinct
 
 
-def _check_complete(model: nn.Module, layers: list[_Layer]) -> None:
+def _check_complete(model: nn.Module, layers: list[_ListedLayer]) -> None:
     held = {id(tensor) for layer in layers for _, tensor in named_tensors(layer.module)}
     unused = [name for name, tensor in named_tensors(model) if id(tensor) not in held]
     if unused:

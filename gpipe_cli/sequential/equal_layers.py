@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.pytree import flatten, plain_values
-from gpipe_cli.sequential.sequence import Sequence as LayerSequence
-from gpipe_cli.sequential.sequence import layer_names
+from gpipe_cli.sequential.sequence import LayerSequence, layer_names
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)

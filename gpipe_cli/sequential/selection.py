@@ -19,7 +19,7 @@ from typing import final
 from torch import nn
 
 from gpipe_cli.errors import ConfigError, did_you_mean
-from gpipe_cli.sequential.sequence import Sequence
+from gpipe_cli.sequential.sequence import LayerSequence
 
 _MAX_NAMES = 10
 """In a message."""
@@ -55,7 +55,7 @@ def matches(pattern: str, name: str) -> bool:
 
 def names_at(model: nn.Sequential, path: str) -> list[str]:
     """What a pattern may call the module or parameter at a layer key: its original name, and its name by layer."""
-    if not isinstance(model, Sequence):
+    if not isinstance(model, LayerSequence):
         return [path]
     index, _, rest = path.partition(".")
     layer = [model.layer_names[int(index)]] if index.isdecimal() else []

@@ -30,7 +30,7 @@ NO_TEMPLATES: Mapping[bool, Template] = MappingProxyType({})
 
 
 @final
-class Sequence(nn.Sequential):
+class LayerSequence(nn.Sequential):
     """nn.Sequential whose keys are those of the original model.
 
     layers: the layers in the order they run.
@@ -78,8 +78,8 @@ class Sequence(nn.Sequential):
         """Return the original model's name for what this sequence holds at `key`, such as "3.conv1.weight"."""
         if len(self) != len(self.paths):
             raise RuntimeError(
-                f"this Sequence was made of {len(self.paths)} layers and now has {len(self)}, so its names no longer "
-                "match; make a new Sequence instead of adding or removing layers"
+                f"this LayerSequence was made of {len(self.paths)} layers and now has {len(self)}, so its names no "
+                "longer match; make a new LayerSequence instead of adding or removing layers"
             )
         index, _, rest = key.partition(".")
         if not index.isdecimal():
@@ -118,18 +118,18 @@ class Sequence(nn.Sequential):
     @overload
     def __getitem__(self, index: int) -> nn.Module: ...
     @overload
-    def __getitem__(self, index: slice) -> Sequence: ...
-    def __getitem__(self, index: int | slice) -> nn.Module | Sequence:
+    def __getitem__(self, index: slice) -> LayerSequence: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | LayerSequence:
         if not isinstance(index, slice):
             return super().__getitem__(index)
-        part = Sequence(list(self)[index], paths=self.paths[index], names=self.layer_names[index])
+        part = LayerSequence(list(self)[index], paths=self.paths[index], names=self.layer_names[index])
         part._positions = self._positions
         return part
 
 
 def layer_names(module: nn.Sequential) -> tuple[str, ...]:
     """What to call the layers of any nn.Sequential in messages."""
-    return module.layer_names if isinstance(module, Sequence) else tuple(dict(module.named_children()))
+    return module.layer_names if isinstance(module, LayerSequence) else tuple(dict(module.named_children()))
 
 
 def layer_class(layer: nn.Module) -> str:
@@ -144,7 +144,7 @@ def original_output(module: nn.Sequential, output: Any, training: bool | None = 
     Pipelines carry tensors and tuples, so the last layer of a model that returns anything else returns its tensors.
     """
     mode = module.training if training is None else training
-    template = module.output_templates.get(mode, SINGLE) if isinstance(module, Sequence) else SINGLE
+    template = module.output_templates.get(mode, SINGLE) if isinstance(module, LayerSequence) else SINGLE
     return output if template == SINGLE else unflatten(template, output)
 
 
@@ -162,7 +162,7 @@ def _check_length(argument: str, given: tuple[str, ...], layers: int) -> None:
         raise ValueError(f"{len(given)} {argument} for {layers} layers ({argument}: {list(given)})")
 
 
-def _check_no_collisions(sequence: Sequence) -> None:
+def _check_no_collisions(sequence: LayerSequence) -> None:
     """Two layers may hold the same tensor under the same name, but not different tensors."""
     first: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in named_tensors(sequence):
@@ -172,7 +172,7 @@ def _check_no_collisions(sequence: Sequence) -> None:
             raise ValueError(f"'{other_key}' and '{key}' are different tensors with the same name '{name}'")
 
 
-def _check_completeness(sequence: Sequence, expected: Mapping[str, int]) -> None:
+def _check_completeness(sequence: LayerSequence, expected: Mapping[str, int]) -> None:
     names = {sequence.original_key(key): None for key, _ in named_tensors(sequence)}
     missing = [name for name in expected if name not in names]
     extra = [name for name in names if name not in expected]
@@ -205,7 +205,9 @@ class _Load:
     messages: list[str]
 
 
-def _save_original_names(module: Sequence, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+def _save_original_names(
+    module: LayerSequence, state_dict: dict[str, Any], prefix: str, _metadata: Any
+) -> None:
     own_keys = [key for key in state_dict if key.startswith(prefix)]
     renamed = {module.original_key(key.removeprefix(prefix)): state_dict.pop(key) for key in own_keys}
     for name in module.in_original_order(renamed):
@@ -214,7 +216,7 @@ def _save_original_names(module: Sequence, state_dict: dict[str, Any], prefix: s
 
 
 def _load_original_names(
-    sequence: Sequence,
+    sequence: LayerSequence,
     state_dict: dict[str, Any],
     prefix: str,
     _metadata: Any,
@@ -237,7 +239,7 @@ def _load_original_names(
     )
 
 
-def _report_original_names(sequence: Sequence, incompatible: _IncompatibleKeys) -> None:
+def _report_original_names(sequence: LayerSequence, incompatible: _IncompatibleKeys) -> None:
     load, sequence.load_in_progress = sequence.load_in_progress, None
     assert load is not None, "the hook before loading has run"
 
@@ -259,7 +261,7 @@ def _report_original_names(sequence: Sequence, incompatible: _IncompatibleKeys) 
     ]
 
 
-def _layer_keys(sequence: Sequence) -> dict[str, list[str]]:
+def _layer_keys(sequence: LayerSequence) -> dict[str, list[str]]:
     """Map each original name to its layer keys; there are several if layers share a tensor."""
     layer_keys: dict[str, list[str]] = {}
     for index, layer in enumerate(sequence):
@@ -269,7 +271,7 @@ def _layer_keys(sequence: Sequence) -> dict[str, list[str]]:
     return layer_keys
 
 
-def _keys_at_owner(sequence: Sequence, name: str) -> list[str]:
+def _keys_at_owner(sequence: LayerSequence, name: str) -> list[str]:
     """Return the key at the innermost module that `name` is in.
 
     That module may accept the name even though it holds no such tensor: some modules of torchvision convert the
@@ -289,7 +291,7 @@ def _keys_at_owner(sequence: Sequence, name: str) -> list[str]:
 
 def layer_paths(module: nn.Sequential) -> tuple[str, ...]:
     """For each layer of any nn.Sequential the path of its content in the original."""
-    return module.paths if isinstance(module, Sequence) else tuple(dict(module.named_children()))
+    return module.paths if isinstance(module, LayerSequence) else tuple(dict(module.named_children()))
 
 
 def find_original(module: nn.Sequential, path: str) -> nn.Module | Tensor | None:

@@ -15,7 +15,7 @@ from gpipe_cli.config.schema import CostConfig
 from gpipe_cli.engines.state import EngineState, OptimizerState
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.profiling.optimizer_state import state_bytes
-from gpipe_cli.sequential import Sequence
+from gpipe_cli.sequential import LayerSequence
 from tests.engines.test_frozen import WIDTH, batch, build, objective, values
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.1}
@@ -31,10 +31,12 @@ class Block(nn.Module):
         return input + self.attention(rows, rows, rows, need_weights=False)[0].squeeze(1)
 
 
-def model() -> Sequence:
+def model() -> LayerSequence:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), Block(), Block(), nn.Linear(WIDTH, WIDTH)]
-    return Sequence(layers, paths=["embed", "blocks.0", "blocks.1", "fc"], names=["stem", "a", "b", "head"])
+    return LayerSequence(
+        layers, paths=["embed", "blocks.0", "blocks.1", "fc"], names=["stem", "a", "b", "head"]
+    )
 
 
 def groups_of(node: dict[str, Any]) -> list[tuple[dict[str, Any], set[str]]]:

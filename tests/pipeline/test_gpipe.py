@@ -21,7 +21,7 @@ from torch.nn import functional
 import gpipe_cli
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.microbatch import NoChunk
-from gpipe_cli.sequential import Sequence
+from gpipe_cli.sequential import LayerSequence
 
 
 def three_layers() -> nn.Sequential:
@@ -149,8 +149,8 @@ def test_the_state_of_torchgpipe_loads_too() -> None:
 
 
 def test_a_sequence_with_names_of_its_own_keeps_them(caplog: pytest.LogCaptureFixture) -> None:
-    def named() -> Sequence:
-        return Sequence(three_layers(), paths=["stem", "act", "block.0"])
+    def named() -> LayerSequence:
+        return LayerSequence(three_layers(), paths=["stem", "act", "block.0"])
 
     pipe = GPipe(named(), [1, 2])
     assert list(pipe.state_dict()) == ["stem.weight", "stem.bias", "block.0.weight", "block.0.bias"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential import Sequence, flatten_model, partition_uniform
+from gpipe_cli.sequential import LayerSequence, flatten_model, partition_uniform
 from gpipe_cli.vision import torchvision
 
 RESNET = ["conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool"]
@@ -122,7 +122,7 @@ def test_parts_are_consecutive_nearly_equal_and_never_empty(layers: int, partiti
 def test_parts_of_a_sequence_keep_the_original_names() -> None:
     sequence = flatten_model(Net(), ["stem", "act", "blocks", "head"])
     parts = partition_uniform(sequence, 3)
-    assert all(isinstance(part, Sequence) for part in parts)
+    assert all(isinstance(part, LayerSequence) for part in parts)
     assert list(parts[2].state_dict())[:2] == ["head.weight", "head.bias"]
     with pytest.raises(ConfigError, match=r"index=3: must be from 0 to 2, for 3 partitions"):
         partition_uniform(sequence, 3, 3)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_cli.sequential import Sequence, layer_names
+from gpipe_cli.sequential import LayerSequence, layer_names
 from gpipe_cli.sequential.equal_layers import LayerSample, layer_key
 
 VALUE = torch.zeros(2, 4)
@@ -63,7 +63,9 @@ def test_of_thousands_of_equal_layers_some_stand_for_all() -> None:
     kinds = ["first", *["block", "norm"] * 2000, "head"]
     sample = LayerSample.of(kinds, ())
     assert len(sample.places) < 140 and not sample.is_whole
-    model = Sequence([nn.Identity() for _ in kinds], names=[f"{kind} {n}" for n, kind in enumerate(kinds)])
+    model = LayerSequence(
+        [nn.Identity() for _ in kinds], names=[f"{kind} {n}" for n, kind in enumerate(kinds)]
+    )
     assert layer_names(sample.layers(model))[-2:] == ("norm 4000", "head 4001")
 
 

@@ -1,4 +1,4 @@
-"""A Sequence keeps the names of the model it was made from, through copies, conversions and loading."""
+"""A LayerSequence keeps the names of the model it was made from, through copies, conversions and loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gpipe_cli.sequential import Sequence
+from gpipe_cli.sequential import LayerSequence
 
 
 class Block(nn.Module):
@@ -57,9 +57,9 @@ class Start(nn.Module):
         return self.first(input) * self.scale + self.offset + self.scratch
 
 
-def make_sequence(original: Original) -> Sequence:
+def make_sequence(original: Original) -> LayerSequence:
     layers = [Start(original), *original.blocks, original.head]
-    return Sequence(layers, paths=["", "blocks.0", "blocks.1", "head"], original=original)
+    return LayerSequence(layers, paths=["", "blocks.0", "blocks.1", "head"], original=original)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def original() -> Original:
 
 
 @pytest.fixture
-def sequence(original: Original) -> Sequence:
+def sequence(original: Original) -> LayerSequence:
     return make_sequence(original)
 
 
@@ -95,7 +95,9 @@ def assert_same_names_and_values(sequence: nn.Module, original: nn.Module) -> No
         assert same_members(sequence.named_buffers(**settings), original.named_buffers(**settings))
 
 
-def test_names_values_and_order_are_those_of_the_original(sequence: Sequence, original: Original) -> None:
+def test_names_values_and_order_are_those_of_the_original(
+    sequence: LayerSequence, original: Original
+) -> None:
     assert_same_names_and_values(sequence, original)
     assert [id(a) for a in sequence.parameters()] == [id(b) for b in original.parameters()]
     assert same_members(sequence.named_parameters("pipe"), original.named_parameters("pipe"))
@@ -103,7 +105,7 @@ def test_names_values_and_order_are_those_of_the_original(sequence: Sequence, or
 
 @pytest.mark.parametrize("change", [copy.deepcopy, pickle_round_trip, nn.Module.double, nn.Module.eval])
 def test_names_survive_copies_and_conversions(
-    change: Callable[[nn.Module], nn.Module], sequence: Sequence, original: Original
+    change: Callable[[nn.Module], nn.Module], sequence: LayerSequence, original: Original
 ) -> None:
     changed, expected = change(sequence), change(original)
     assert_same_names_and_values(changed, expected)
@@ -112,7 +114,7 @@ def test_names_survive_copies_and_conversions(
     assert changed.state_dict()["head.weight"].data_ptr() == changed.state_dict()["first.weight"].data_ptr()
 
 
-def test_loading_into_a_copy_leaves_the_first_alone(sequence: Sequence) -> None:
+def test_loading_into_a_copy_leaves_the_first_alone(sequence: LayerSequence) -> None:
     clone = copy.deepcopy(sequence)
     clone.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in clone.state_dict().items()})
     assert not clone.state_dict()["blocks.1.linear.weight"].any()
@@ -120,7 +122,7 @@ def test_loading_into_a_copy_leaves_the_first_alone(sequence: Sequence) -> None:
 
 
 @pytest.mark.parametrize("assign", [True, False])
-def test_weights_go_from_the_original_to_the_sequence_and_back(sequence: Sequence, assign: bool) -> None:
+def test_weights_go_from_the_original_to_the_sequence_and_back(sequence: LayerSequence, assign: bool) -> None:
     other = Original().eval()
     sequence.eval().load_state_dict(other.state_dict(), assign=assign)
     input = torch.randn(3, 4)
@@ -130,14 +132,16 @@ def test_weights_go_from_the_original_to_the_sequence_and_back(sequence: Sequenc
     assert torch.equal(third(input), other(input))
 
 
-def test_loading_leaves_the_given_state_dict_alone(sequence: Sequence, original: Original) -> None:
+def test_loading_leaves_the_given_state_dict_alone(sequence: LayerSequence, original: Original) -> None:
     state = original.state_dict()
     names = list(state)
     sequence.load_state_dict(state)
     assert list(state) == names
 
 
-def test_missing_unexpected_and_misshapen_are_reported_by_their_original_names(sequence: Sequence) -> None:
+def test_missing_unexpected_and_misshapen_are_reported_by_their_original_names(
+    sequence: LayerSequence,
+) -> None:
     state = sequence.state_dict()
     del state["blocks.1.linear.bias"]
     state["blocks.1.linear.extra"] = torch.zeros(1)  # inside a module of a layer
@@ -166,7 +170,7 @@ class Outer(nn.Module):
         self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(4, 4)
 
 
-def test_inside_another_module_keys_carry_its_prefix(sequence: Sequence, original: Original) -> None:
+def test_inside_another_module_keys_carry_its_prefix(sequence: LayerSequence, original: Original) -> None:
     outer, plain = Outer(sequence), Outer(original)
     assert list(outer.state_dict()) == list(plain.state_dict())
     outer.load_state_dict(plain.state_dict())
@@ -192,14 +196,14 @@ class Renamed(nn.Linear):
 
 
 def test_a_module_still_sees_the_old_names_it_knows_how_to_load() -> None:
-    sequence = Sequence([nn.Sequential(Renamed(2, 2, bias=False))], paths=["encoder"])
+    sequence = LayerSequence([nn.Sequential(Renamed(2, 2, bias=False))], paths=["encoder"])
     sequence.load_state_dict({"encoder.0.matrix": torch.full((2, 2), 7.0)})
     assert torch.equal(sequence.state_dict()["encoder.0.weight"], torch.full((2, 2), 7.0))
 
 
 def test_one_module_in_two_layers_has_one_name() -> None:
     shared = nn.Linear(4, 4)
-    sequence = Sequence([shared, nn.ReLU(), shared], paths=["shared", "relu", "shared"])
+    sequence = LayerSequence([shared, nn.ReLU(), shared], paths=["shared", "relu", "shared"])
     assert list(sequence.state_dict()) == ["shared.weight", "shared.bias"]
     assert [name for name, _ in sequence.named_parameters(remove_duplicate=False)] == [
         "shared.weight",
@@ -213,7 +217,7 @@ def test_one_module_in_two_layers_has_one_name() -> None:
 def test_original_names_that_look_like_layer_keys_are_told_apart() -> None:
     layers = [nn.Linear(1, 1, bias=False) for _ in range(12)]
     original = nn.Sequential(*reversed(layers))
-    sequence = Sequence(layers, paths=[str(11 - index) for index in range(12)], original=original)
+    sequence = LayerSequence(layers, paths=[str(11 - index) for index in range(12)], original=original)
     values = {f"{index}.weight": torch.full((1, 1), float(index)) for index in range(12)}
     sequence.load_state_dict(values)
     assert same_members(sequence.state_dict().items(), values.items())
@@ -222,24 +226,24 @@ def test_original_names_that_look_like_layer_keys_are_told_apart() -> None:
 
 def test_a_plain_list_of_layers_has_the_names_of_nn_sequential() -> None:
     layers = [nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)]
-    assert_same_names_and_values(Sequence(layers), nn.Sequential(*layers))
+    assert_same_names_and_values(LayerSequence(layers), nn.Sequential(*layers))
 
 
-def test_layer_names_default_to_paths_and_indices(sequence: Sequence) -> None:
+def test_layer_names_default_to_paths_and_indices(sequence: LayerSequence) -> None:
     assert sequence.layer_names == ("0", "blocks.0", "blocks.1", "head")
-    assert Sequence([nn.ReLU(), nn.ReLU()], names=["stem", "end"]).layer_names == ("stem", "end")
+    assert LayerSequence([nn.ReLU(), nn.ReLU()], names=["stem", "end"]).layer_names == ("stem", "end")
 
 
-def test_a_slice_keeps_the_names_of_its_layers(sequence: Sequence, original: Original) -> None:
+def test_a_slice_keeps_the_names_of_its_layers(sequence: LayerSequence, original: Original) -> None:
     part = sequence[1:3]
-    assert isinstance(part, Sequence)
+    assert isinstance(part, LayerSequence)
     assert part.layer_names == ("blocks.0", "blocks.1")
     assert list(part.state_dict()) == [name for name in original.state_dict() if name.startswith("blocks")]
     assert sequence[3] is original.head
     assert set(sequence[:1].state_dict()) | set(sequence[1:].state_dict()) == set(original.state_dict())
 
 
-def test_hooks_of_torch_see_the_original_names(sequence: Sequence, original: Original) -> None:
+def test_hooks_of_torch_see_the_original_names(sequence: LayerSequence, original: Original) -> None:
     recorded: list[list[str]] = []
     sequence.register_state_dict_post_hook(
         lambda module, state, prefix, metadata: recorded.append(list(state))
@@ -253,16 +257,16 @@ def test_hooks_of_torch_see_the_original_names(sequence: Sequence, original: Ori
 
 def test_inconsistent_arguments_are_refused(original: Original) -> None:
     with pytest.raises(ValueError, match=r"1 paths for 2 layers \(paths: \['a'\]\)"):
-        Sequence([nn.ReLU(), nn.ReLU()], paths=["a"])
+        LayerSequence([nn.ReLU(), nn.ReLU()], paths=["a"])
     with pytest.raises(ValueError, match="3 names for 1 layers"):
-        Sequence([nn.ReLU()], names=["a", "b", "c"])
+        LayerSequence([nn.ReLU()], names=["a", "b", "c"])
     with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' are different tensors .*'a\.weight'"):
-        Sequence([nn.Linear(1, 1), nn.Linear(1, 1)], paths=["a", "a"])
+        LayerSequence([nn.Linear(1, 1), nn.Linear(1, 1)], paths=["a", "a"])
     with pytest.raises(ValueError, match=r"missing \['offset', .*extra \['tail\.weight'\]"):
-        Sequence([original.head], paths=["tail"], original=original)
+        LayerSequence([original.head], paths=["tail"], original=original)
 
 
-def test_a_sequence_with_an_added_layer_refuses_to_name_its_tensors(sequence: Sequence) -> None:
+def test_a_sequence_with_an_added_layer_refuses_to_name_its_tensors(sequence: LayerSequence) -> None:
     sequence.append(nn.Linear(4, 4))
     with pytest.raises(RuntimeError, match="made of 4 layers and now has 5"):
         sequence.state_dict()
@@ -293,7 +297,9 @@ def test_any_tree_cut_at_its_leaves_in_any_order_keeps_its_names(tree: Tree, see
     original = build_module({"root": tree})
     leaves = [(path, part) for path, part in original.named_modules() if isinstance(part, nn.BatchNorm1d)]
     random.Random(seed).shuffle(leaves)
-    sequence = Sequence([part for _, part in leaves], paths=[path for path, _ in leaves], original=original)
+    sequence = LayerSequence(
+        [part for _, part in leaves], paths=[path for path, _ in leaves], original=original
+    )
     assert_same_names_and_values(sequence, original)
     values = {
         name: torch.full_like(tensor, index)
@@ -320,9 +326,9 @@ class Versioned(nn.Module):
 
 def test_what_a_sequence_saves_has_the_version_of_the_original() -> None:
     original = Versioned()
-    sequence = Sequence([original.layer], paths=["layer"], original=original)
+    sequence = LayerSequence([original.layer], paths=["layer"], original=original)
     original.load_state_dict(sequence.state_dict())
     assert original.loaded_versions == [3]
-    outer = nn.ModuleDict({"inner": Sequence([Versioned(), nn.BatchNorm1d(2)], paths=["a.b", "norm"])})
+    outer = nn.ModuleDict({"inner": LayerSequence([Versioned(), nn.BatchNorm1d(2)], paths=["a.b", "norm"])})
     versions = outer.state_dict()._metadata
     assert versions["inner.a.b"] == {"version": 3} and versions["inner.norm"] == {"version": 2}

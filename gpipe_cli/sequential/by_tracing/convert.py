@@ -1,4 +1,4 @@
-"""Turn a model into a Sequence, without a change to the model.
+"""Turn a model into a LayerSequence, without a change to the model.
 
     sequence = to_sequential(model, sample)
 
@@ -8,8 +8,7 @@ layers, and compare the result with the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from torch import nn
@@ -23,12 +22,12 @@ from gpipe_cli.sequential.by_tracing.leaves import Leaves, remedy
 from gpipe_cli.sequential.by_tracing.sample import Sample
 from gpipe_cli.sequential.by_tracing.trace import Trace
 from gpipe_cli.sequential.by_tracing.verify import check_modes, is_right_at, verify
-from gpipe_cli.sequential.sequence import Sequence
+from gpipe_cli.sequential.sequence import LayerSequence
 from gpipe_cli.torch_internals.deferred_values import without_recording
 
 
 @without_recording()
-def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = ()) -> Sequence:
+def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = ()) -> LayerSequence:
     """Return the model as a sequence of layers that share its modules, parameters and names.
 
     sample: an input of the model: a tensor, a tuple of positional arguments, or a dict of keyword arguments. The
@@ -57,7 +56,7 @@ def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = 
     for layer, name in zip(layers, names, strict=True):
         layer.traced_class = type(modules[name]).__name__ if name in modules else ""
     try:
-        sequence = Sequence(
+        sequence = LayerSequence(
             layers,
             paths=[""] * len(layers),
             names=names,
@@ -76,7 +75,7 @@ def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = 
 
 
 def _divide(
-    flows: SequenceOf[Dataflow], cuts: SequenceOf[CutPoint], *, use_skips: bool
+    flows: Sequence[Dataflow], cuts: Sequence[CutPoint], *, use_skips: bool
 ) -> list[tuple[Segment, ...]]:
     """The segments of each layer, one for both modes or one per mode; none if the modes disagree on a layer's skips."""
     divided = [
@@ -89,14 +88,14 @@ def _divide(
     return groups if agree else []
 
 
-def _whole_module(used: SequenceOf[SequenceOf[str]], index: int) -> str:
+def _whole_module(used: Sequence[Sequence[str]], index: int) -> str:
     """Name a layer after the innermost module that all its paths are in, if no other layer uses a part of it."""
     name = _common_prefix(used[index])
     others = (path for other, paths in enumerate(used) if other != index for path in paths)
     return "" if any(f"{path}.".startswith(f"{name}.") for path in others) else name
 
 
-def _range(paths: SequenceOf[str]) -> str:
+def _range(paths: Sequence[str]) -> str:
     """Name a layer after its first and last path: `features.0..1` for features.0 to features.1."""
     if not paths:
         return "nothing"
@@ -105,7 +104,7 @@ def _range(paths: SequenceOf[str]) -> str:
     return first if first == last else f"{first}..{last.removeprefix(f'{prefix}.')}"
 
 
-def _common_prefix(paths: SequenceOf[str]) -> str:
+def _common_prefix(paths: Sequence[str]) -> str:
     common: list[str] = []
     for parts in zip(*(path.split(".") for path in paths), strict=False):
         if len(set(parts)) > 1:

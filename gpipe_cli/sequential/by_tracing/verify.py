@@ -21,12 +21,12 @@ from gpipe_cli.sequential.by_tracing.recording import SourceLine
 from gpipe_cli.sequential.by_tracing.sample import Inputs, Sample, Size, shapes_of
 from gpipe_cli.sequential.by_tracing.substitutes import buffers_restored
 from gpipe_cli.sequential.by_tracing.trace import attributes_restored, caches_disabled, modes_restored
-from gpipe_cli.sequential.sequence import Sequence
+from gpipe_cli.sequential.sequence import LayerSequence
 
 _BATCH = 3
 
 
-def check_modes(sequence: Sequence, model: nn.Module) -> None:
+def check_modes(sequence: LayerSequence, model: nn.Module) -> None:
     """Refuse a model whose `train` does more than set the mode of every module: layers do not call it."""
     with modes_restored(model, sequence):
         for training in (True, False):
@@ -42,7 +42,7 @@ def check_modes(sequence: Sequence, model: nn.Module) -> None:
                     )
 
 
-def verify(sequence: Sequence, model: nn.Module, sample: Sample, sizes: dict[Size, int]) -> None:
+def verify(sequence: LayerSequence, model: nn.Module, sample: Sample, sizes: dict[Size, int]) -> None:
     """Refuse a sequence whose outputs differ from the model's; `sizes` are other than those of the sample."""
     if not _have_values(model, sample):
         return
@@ -55,7 +55,7 @@ def verify(sequence: Sequence, model: nn.Module, sample: Sample, sizes: dict[Siz
                 _compare(sequence.train(training), model.train(training), inputs, sample)
 
 
-def is_right_at(sequence: Sequence, model: nn.Module, sample: Sample, sizes: dict[Size, int]) -> bool:
+def is_right_at(sequence: LayerSequence, model: nn.Module, sample: Sample, sizes: dict[Size, int]) -> bool:
     """Whether the outputs are the model's at these sizes, in each mode in which the model accepts them."""
     if not _have_values(model, sample):
         return True
@@ -79,7 +79,7 @@ def _have_values(model: nn.Module, sample: Sample) -> bool:
     return not any(tensor.is_meta for tensor in chain(sample.tensors, model.parameters(), model.buffers()))
 
 
-def _compare(sequence: Sequence, model: nn.Module, inputs: Inputs, sample: Sample) -> None:
+def _compare(sequence: LayerSequence, model: nn.Module, inputs: Inputs, sample: Sample) -> None:
     mode = "training" if model.training else "evaluation"
     shapes = shapes_of(inputs.tensors.values())
     try:
@@ -143,7 +143,7 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
 
 
 @contextmanager
-def _unchanged(model: nn.Module, sequence: Sequence) -> Iterator[None]:
+def _unchanged(model: nn.Module, sequence: LayerSequence) -> Iterator[None]:
     with (
         modes_restored(model, sequence),
         attributes_restored(model),

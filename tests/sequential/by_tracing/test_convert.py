@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from gpipe_cli import GPipe
-from gpipe_cli.sequential import Sequence, layer_class, to_sequential
+from gpipe_cli.sequential import LayerSequence, layer_class, to_sequential
 from gpipe_cli.vision import torchvision
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -74,7 +74,7 @@ def assert_same_gradients(original: nn.Module, other: nn.Module) -> None:
 
 
 def assert_same(
-    original: nn.Module, sequence: Sequence, *inputs: Tensor, balances: Iterable[int] = ()
+    original: nn.Module, sequence: LayerSequence, *inputs: Tensor, balances: Iterable[int] = ()
 ) -> None:
     """Outputs, gradients and buffers in both modes, alone and in pipes cut at each of `balances`."""
     as_tuple = len(inputs) > 1
@@ -99,7 +99,7 @@ def assert_same(
                 assert_same_gradients(original, sequence)
 
 
-def traced(model: nn.Module, *inputs: Tensor, leaves: Iterable[str] = ()) -> Sequence:
+def traced(model: nn.Module, *inputs: Tensor, leaves: Iterable[str] = ()) -> LayerSequence:
     """Return a sequence of a copy, to compare with the model."""
     return to_sequential(copy.deepcopy(model), inputs if len(inputs) > 1 else inputs[0], leaves)
 
