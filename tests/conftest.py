@@ -28,6 +28,7 @@ from hypothesis import settings
 from gpipe_cli.cli import main
 from tests.accelerator import simulator
 from tests.support.command_line import Answer, Gpipe, UserModule
+from tests.support.trained_runs import TrainedRun, copy_run, trained_once
 from tests.support.user_models import HUGE, TINY, TINY_RUN, TINY_TRAINING
 
 # No deadlines, because timing must not fail a test, and the same examples in every run. To search for new ones, run
@@ -125,6 +126,24 @@ def tiny(gpipe: Gpipe, tmp_path: Path) -> Gpipe:
         return gpipe(command, *(word for word in base if word.partition("=")[0] not in given), *words)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def trained_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this worker keeps the runs that tests copy."""
+    return tmp_path_factory.mktemp("trained")
+
+
+@pytest.fixture
+def trained_run(gpipe: Gpipe, tmp_path: Path, trained_runs: Path) -> TrainedRun:
+    """Copy a run of tests/support/trained_runs.py to ./run; the first test that asks for it trains it."""
+    return lambda name: copy_run(trained_once(name, trained_runs / name), tmp_path)
+
+
+@pytest.fixture
+def tiny_run(tiny: Gpipe, trained_run: TrainedRun) -> Path:
+    """A finished run of `tiny` in ./run: six steps, with the snapshot of the last one."""
+    return trained_run("tiny")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,24 +15,22 @@ from tests.support.run_files import rows as metrics_rows
 ALLOW = "allow=[tiny_for_tests]"
 
 
-TRAINED: list[tuple[dict[str, Any], Path]] = []
+@pytest.fixture
+def evaluate(tiny: Gpipe, tiny_run: Path) -> Gpipe:
+    return lambda *words: tiny("eval", "run=run", ALLOW, *words)
 
 
 @pytest.fixture
-def trained(tiny: Gpipe, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The summary of a run, which is trained once and copied to the folder of each test."""
-    if not TRAINED:
-        summary = tiny("train", "threads=1", "--json").json
-        TRAINED.append((summary, shutil.copytree("runs", tmp_path_factory.mktemp("trained") / "runs")))
-    summary, runs = TRAINED[0]
-    shutil.copytree(runs, tmp_path / "runs", dirs_exist_ok=True)
-    return summary
+def trained(tiny_run: Path) -> dict[str, Any]:
+    """That of the run."""
+    content: dict[str, Any] = json.loads((tiny_run / "summary.json").read_text())
+    return content
 
 
 def test_evaluating_a_run_gives_the_results_of_its_last_evaluation(
-    tiny: Gpipe, trained: dict[str, Any]
+    evaluate: Gpipe, trained: dict[str, Any]
 ) -> None:
-    summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, "--json").json
+    summary = evaluate("--json").json
     assert summary["loss"] == trained["loss"]
     assert summary["top1"] == trained["top1"]
     assert summary["samples"] == 16
@@ -42,9 +41,9 @@ def test_evaluating_a_run_gives_the_results_of_its_last_evaluation(
     [["partitions=4"], ["engine=single"], ["balance=manual", "balance.layers=[1,7]"], ["eval_chunks=1"]],
 )
 def test_a_run_can_be_evaluated_with_other_settings_than_it_was_trained_with(
-    tiny: Gpipe, trained: dict[str, Any], words: list[str]
+    evaluate: Gpipe, trained: dict[str, Any], words: list[str]
 ) -> None:
-    summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, *words, "--json").json
+    summary = evaluate(*words, "--json").json
     assert summary["top1"] == trained["top1"]
     assert summary["loss"] == pytest.approx(trained["loss"], rel=1e-6)
 
@@ -57,9 +56,9 @@ def test_a_model_on_disk_is_never_whole_in_memory(
     )
     monkeypatch.setattr(saved_run, "read_weights", lambda *_: pytest.fail("a whole file was read"))
     words = [ALLOW, "engine=offload", "engine.to=disk", "engine.slices=3", "--json"]
-    summary = tiny("eval", f"run={trained['run_dir']}", *words).json
+    summary = tiny("eval", "run=run", *words).json
     assert summary["top1"] == trained["top1"] and summary["loss"] == pytest.approx(trained["loss"], rel=1e-6)
-    assert tiny("export", f"run={trained['run_dir']}", "out=all.safetensors").code == 0
+    assert tiny("export", "run=run", "out=all.safetensors").code == 0
     words += ["data=synthetic", "data.shape=[3,8,8]", "data.length=64", "batch_size=20", "chunks=3"]
     words += ["weights=all.safetensors", "model._target_=tiny_for_tests.build"]
     assert tiny("eval", *words).json["loss"] == summary["loss"]
@@ -67,23 +66,23 @@ def test_a_model_on_disk_is_never_whole_in_memory(
     assert wrong.code == 2 and "weights=all.safetensors: made for another model (9 with another" in wrong.err
 
 
-def test_the_training_samples_can_be_evaluated_too(tiny: Gpipe, trained: dict[str, Any]) -> None:
-    assert tiny("eval", f"run={trained['run_dir']}", ALLOW, "split=train", "--json").json["samples"] == 64
+def test_the_training_samples_can_be_evaluated_too(evaluate: Gpipe) -> None:
+    assert evaluate("split=train", "--json").json["samples"] == 64
 
 
-def test_weights_to_start_training_from_are_refused(tiny: Gpipe, trained: dict[str, Any]) -> None:
-    answer = tiny("eval", f"run={trained['run_dir']}", ALLOW, "model.weights=other.pth")
+def test_weights_to_start_training_from_are_refused(evaluate: Gpipe) -> None:
+    answer = evaluate("model.weights=other.pth")
     assert answer.code == 2 and "model.weights: is where training starts" in answer.err
 
 
-def test_keys_of_the_runs_own_data_can_be_changed(tiny: Gpipe, trained: dict[str, Any]) -> None:
+def test_keys_of_the_runs_own_data_can_be_changed(evaluate: Gpipe) -> None:
     """The default data has no key `length`; the run's has."""
-    summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, "data.length=128", "--json").json
+    summary = evaluate("data.length=128", "--json").json
     assert summary["samples"] == 32
 
 
-def test_a_saved_config_cannot_allow_its_own_packages(tiny: Gpipe, trained: dict[str, Any]) -> None:
-    answer = tiny("eval", f"run={trained['run_dir']}")
+def test_a_saved_config_cannot_allow_its_own_packages(tiny: Gpipe, tiny_run: Path) -> None:
+    answer = tiny("eval", "run=run")
     assert answer.code == 2
     assert answer.err.startswith(
         "gpipe: error: add allow=[tiny_for_tests] to the command line, or set GPIPE_ALLOW="
@@ -91,10 +90,8 @@ def test_a_saved_config_cannot_allow_its_own_packages(tiny: Gpipe, trained: dict
 
 
 @pytest.mark.slow
-def test_a_hostile_run_directory_executes_nothing(
-    tiny: Gpipe, trained: dict[str, Any], tmp_path: Path
-) -> None:
-    config = Path(trained["run_dir"]) / "config.yaml"
+def test_a_hostile_run_directory_executes_nothing(evaluate: Gpipe, tiny_run: Path, tmp_path: Path) -> None:
+    config = tiny_run / "config.yaml"
     text = config.read_text()
     for hostile in (
         text.replace("tiny_for_tests.build", "os.mkdir\n  path: canary"),
@@ -104,29 +101,29 @@ def test_a_hostile_run_directory_executes_nothing(
         "a: [1\n",
     ):
         config.write_text(hostile)
-        answer = tiny("eval", f"run={trained['run_dir']}", ALLOW)
+        answer = evaluate()
         assert answer.code in (2, 4)
         assert answer.err.startswith("gpipe: error: ") and answer.err.count("\n") == 1
         assert not (tmp_path / "canary").exists()
 
 
-def test_damaged_or_misfitting_weights_end_with_code_4(tiny: Gpipe, trained: dict[str, Any]) -> None:
-    (path,) = Path(trained["run_dir"]).glob("snapshots/*/model.safetensors")
+def test_damaged_or_misfitting_weights_end_with_code_4(evaluate: Gpipe, tiny_run: Path) -> None:
+    (path,) = tiny_run.glob("snapshots/*/model.safetensors")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    answer = tiny("eval", f"run={trained['run_dir']}", ALLOW)
+    answer = evaluate()
     assert (answer.code, "damaged" in answer.err) == (4, True)
     path.write_bytes(whole)
-    answer = tiny("eval", f"run={trained['run_dir']}", ALLOW, "+model.width=5")
+    answer = evaluate("+model.width=5")
     assert (answer.code, "does not fit the model" in answer.err) == (4, True)
     shutil.rmtree(path.parent)
-    assert tiny("eval", f"run={trained['run_dir']}", ALLOW).code == 4
+    assert evaluate().code == 4
 
 
-def test_evaluation_changes_no_weights_on_disk(tiny: Gpipe, trained: dict[str, Any]) -> None:
-    (path,) = Path(trained["run_dir"]).glob("snapshots/*/model.safetensors")
+def test_evaluation_changes_no_weights_on_disk(evaluate: Gpipe, tiny_run: Path) -> None:
+    (path,) = tiny_run.glob("snapshots/*/model.safetensors")
     before = path.read_bytes()
-    tiny("eval", f"run={trained['run_dir']}", ALLOW)
+    evaluate()
     assert path.read_bytes() == before
 
 
@@ -139,18 +136,18 @@ def test_an_evaluation_with_another_engine_ignores_the_keys_of_the_training_engi
     assert (answer.code, "schedule: has no effect with engine=single" in answer.err) == (2, True)
 
 
-def test_a_dry_evaluation_shows_the_partitions_only(tiny: Gpipe, trained: dict[str, Any]) -> None:
-    summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, "--dry-run", "--json").json
+def test_a_dry_evaluation_shows_the_partitions_only(evaluate: Gpipe) -> None:
+    summary = evaluate("--dry-run", "--json").json
     assert [row["layers"] for row in summary["partitions"]] == [4, 4] and "loss" not in summary
-    assert "partition" in tiny("eval", f"run={trained['run_dir']}", ALLOW, "--dry-run").out
+    assert "partition" in evaluate("--dry-run").out
 
 
 def test_an_unresolvable_reference_in_a_saved_config_is_reported_with_its_key(
-    tiny: Gpipe, trained: dict[str, Any]
+    evaluate: Gpipe, tiny_run: Path
 ) -> None:
-    config = Path(trained["run_dir"]) / "config.yaml"
+    config = tiny_run / "config.yaml"
     config.write_text(config.read_text().replace("chunks: 3\n", "chunks: ${nowhere}\n"))
-    answer = tiny("eval", f"run={trained['run_dir']}", ALLOW)
+    answer = evaluate()
     assert (answer.code, answer.err) == (2, "gpipe: error: chunks: interpolation key 'nowhere' not found\n")
 
 
@@ -198,8 +195,7 @@ def test_the_best_snapshot_is_evaluated_unless_another_is_asked_for(tiny: Gpipe,
     ],
 )
 def test_a_choice_of_snapshot_that_makes_no_sense_is_refused(
-    tiny: Gpipe, words: list[str], code: int, message: str
+    tiny: Gpipe, tiny_run: Path, words: list[str], code: int, message: str
 ) -> None:
-    tiny("train", "steps=1", "run_dir=run")
     answer = tiny("eval", *words, ALLOW)
     assert answer.code == code and message in answer.err

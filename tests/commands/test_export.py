@@ -47,17 +47,18 @@ def test_a_snapshot_and_an_exported_file_evaluate_to_the_same_results(tiny: Gpip
     assert wrong.code == 2 and "weights=early.safetensors: made for another model" in wrong.err
 
 
-def test_nothing_is_overwritten_and_nothing_damaged_is_exported(tiny: Gpipe, tmp_path: Path) -> None:
-    tiny("train", "run_dir=run", "steps=1")
+def test_nothing_is_overwritten_and_nothing_damaged_is_exported(
+    gpipe: Gpipe, tiny_run: Path, tmp_path: Path
+) -> None:
     (tmp_path / "mine").write_text("precious")
-    answer = tiny("export", "run=run", "out=mine")
+    answer = gpipe("export", "run=run", "out=mine")
     assert (
         answer.code == 2
         and "out=mine: exists" in answer.err
         and (tmp_path / "mine").read_text() == "precious"
     )
-    (path,) = (tmp_path / "run").glob("snapshots/*/optimizer.safetensors")
+    (path,) = tiny_run.glob("snapshots/*/optimizer.safetensors")
     path.write_bytes(b"")
-    answer = tiny("export", "run=run")
+    answer = gpipe("export", "run=run")
     assert answer.code == 4 and "every snapshot in it is damaged" in answer.err
     assert not (tmp_path / "model.safetensors").exists()

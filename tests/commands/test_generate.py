@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import os
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,32 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_cli.cli import main
 from gpipe_cli.huggingface import transformers
 from gpipe_cli.inference import generation
 from tests.support.command_line import Gpipe
+from tests.support.trained_runs import GPT, TrainedRun
 
-MODEL = ("model=gpt", "model.width=16", "model.depth=2", "model.heads=2", "data.context=8", "threads=1")
 
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    words = (
-        "steps=3",
-        "balance=uniform",
-        "batch_size=8",
-        "chunks=2",
-        "data.stride=400",
-        f"run_dir={folder / 'run'}",
-    )
-    assert main(["train", *MODEL, *words]) == 0
-    return folder / "run"
+@pytest.fixture
+def trained(trained_run: TrainedRun) -> Path:
+    return trained_run("gpt")
 
 
 @pytest.fixture
 def generate(gpipe: Gpipe, trained: Path) -> Gpipe:
-    return lambda *words: gpipe("generate", f"run={trained}", "tokens=12", *words)
+    return lambda *words: gpipe("generate", "run=run", "tokens=12", *words)
 
 
 def test_the_text_goes_to_stdout_and_the_status_to_stderr(generate: Gpipe) -> None:
@@ -69,8 +56,8 @@ def test_the_split_and_the_engine_do_not_change_the_text(generate: Gpipe, words:
 
 
 @pytest.mark.slow
-def test_ranks_print_the_text_once_and_rank_0_reads_the_prompt(trained: Path, generate: Gpipe) -> None:
-    words = ["generate", f"run={trained}", "tokens=12", "prompt=-", "engine=processes"]
+def test_ranks_print_the_text_once_and_rank_0_reads_the_prompt(generate: Gpipe) -> None:
+    words = ["generate", "run=run", "tokens=12", "prompt=-", "engine=processes"]
     done = subprocess.run(
         [sys.executable, "-m", "gpipe_cli", *words],
         input="When\n",
@@ -132,7 +119,7 @@ def test_a_snapshot_and_a_file_of_weights_generate_the_same_text(
     (snapshot,) = trained.glob("snapshots/*3")
     assert gpipe("generate", f"snapshot={snapshot}", "tokens=12", "prompt=When").out == text
     weights = f"weights={snapshot / 'model.safetensors'}"
-    assert gpipe("generate", weights, *MODEL, "tokens=12", "prompt=When").out == text
+    assert gpipe("generate", weights, *GPT, "tokens=12", "prompt=When").out == text
 
 
 def test_a_dry_run_shows_the_partitions(generate: Gpipe) -> None:
@@ -140,16 +127,14 @@ def test_a_dry_run_shows_the_partitions(generate: Gpipe) -> None:
     assert generate("--dry-run").out.startswith("partitions\n")
 
 
-def test_a_run_that_is_no_language_model_is_refused(tiny: Gpipe) -> None:
-    run = tiny("train", "steps=1", "--json").json["run_dir"]
-    answer = tiny("generate", f"run={run}", "allow=[tiny_for_tests]")
+def test_a_run_that_is_no_language_model_is_refused(tiny: Gpipe, tiny_run: Path) -> None:
+    answer = tiny("generate", "run=run", "allow=[tiny_for_tests]")
     assert answer.code == 2
-    assert answer.err.startswith("last: step 1\ngpipe: error: data: its samples are no text")
+    assert answer.err.startswith("last: step 6\ngpipe: error: data: its samples are no text")
 
 
-def test_damaged_weights_end_with_code_4(gpipe: Gpipe, trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path / "run")
-    for path in (tmp_path / "run").glob("snapshots/*/model.safetensors"):
+def test_damaged_weights_end_with_code_4(gpipe: Gpipe, trained: Path) -> None:
+    for path in trained.glob("snapshots/*/model.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     answer = gpipe("generate", "run=run")
     assert (answer.code, answer.out) == (4, "") and "its best snapshot (eval loss" in answer.err

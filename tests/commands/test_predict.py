@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import shutil
 from collections import OrderedDict
 from pathlib import Path
 
@@ -15,12 +14,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from gpipe_cli.cli import main
 from gpipe_cli.data import digits, shapes
 from gpipe_cli.data.datasets import Samples
 from tests.support.command_line import Gpipe, UserModule
-
-TRAIN = ("model=mlp", "model.width=16", "model.depth=1", "data.size=8", "steps=2", "threads=1")
+from tests.support.trained_runs import TrainedRun
 
 
 def save_images(samples: Samples, folder: Path, count: int, size: tuple[int, int] | None = None) -> None:
@@ -32,15 +29,14 @@ def save_images(samples: Samples, folder: Path, count: int, size: tuple[int, int
         (image if size is None else image.resize(size)).save(folder / f"{index}.png")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def trained(gpipe: Gpipe, trained_run: TrainedRun, tmp_path: Path) -> Path:
     """A folder with a run, its exported weights and images."""
-    folder = tmp_path_factory.mktemp("predict")
-    assert main(["train", *TRAIN, f"run_dir={folder / 'run'}"]) == 0
-    assert main(["export", f"run={folder / 'run'}", f"out={folder / 'model.safetensors'}"]) == 0
-    save_images(digits.build(size=8).test, folder / "images", 3)
-    save_images(digits.build(size=8).test, folder / "images" / "below", 2, (20, 12))
-    return folder
+    trained_run("digits")
+    assert gpipe("export", "run=run", "out=model.safetensors").code == 0
+    save_images(digits.build(size=8).test, tmp_path / "images", 3)
+    save_images(digits.build(size=8).test, tmp_path / "images" / "below", 2, (20, 12))
+    return tmp_path
 
 
 @pytest.fixture
@@ -171,16 +167,10 @@ def test_bad_input_is_answered_in_one_line(predict: Gpipe, words: list[str], cod
 
 
 @pytest.mark.slow
-def test_a_segmentation_writes_masks_of_the_size_of_the_images(gpipe: Gpipe, tmp_path: Path) -> None:
-    words = (
-        "model=unet",
-        "model.depth=2",
-        "model.base_channels=4",
-        "data.length=8",
-        "data.size=16",
-        "steps=1",
-    )
-    assert gpipe("train", *words, "batch_size=4", "chunks=2", "threads=1", "run_dir=run").code == 0
+def test_a_segmentation_writes_masks_of_the_size_of_the_images(
+    gpipe: Gpipe, trained_run: TrainedRun, tmp_path: Path
+) -> None:
+    trained_run("unet")
     save_images(shapes.build(size=16).test, tmp_path / "images" / "below", 2, (30, 20))
     Image.open(tmp_path / "images/below/0.png").save(tmp_path / "images/below/0.bmp")
     answer = gpipe("predict", "run=run", "input=images")
@@ -230,8 +220,8 @@ def test_a_regression_on_grey_images_prints_numbers(gpipe: Gpipe, tmp_path: Path
 def test_a_run_of_an_older_gpipe_predicts_with_its_data(
     predict: Gpipe, trained: Path, tmp_path: Path, gpipe: Gpipe
 ) -> None:
-    shutil.copytree(trained / "run", tmp_path / "old")
     expected = predict("run=@run", "input=@images", "--json").json["predictions"]
+    (trained / "run").rename(tmp_path / "old")
     (tmp_path / "old/inference.json").unlink()
     assert predict("run=old", "input=@images", "--json").json["predictions"] == expected
     exported = gpipe("export", "run=old", "out=old.safetensors", "--json")
@@ -243,16 +233,8 @@ def test_a_run_of_an_older_gpipe_predicts_with_its_data(
     )
 
 
-def test_text_is_left_to_generate(gpipe: Gpipe, tmp_path: Path) -> None:
-    words = (
-        "model=gpt",
-        "model.width=8",
-        "model.depth=1",
-        "model.heads=2",
-        "data.context=8",
-        "data.stride=900",
-    )
-    assert gpipe("train", *words, "steps=1", "batch_size=4", "chunks=2", "run_dir=run").code == 0
+def test_text_is_left_to_generate(gpipe: Gpipe, trained_run: TrainedRun, tmp_path: Path) -> None:
+    trained_run("gpt")
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     answer = gpipe("predict", "run=run", "input=a.png")
     assert (
@@ -262,7 +244,7 @@ def test_text_is_left_to_generate(gpipe: Gpipe, tmp_path: Path) -> None:
 
 
 def test_a_run_on_a_table_says_that_tables_were_removed(gpipe: Gpipe, trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained / "run", tmp_path / "old")
+    (trained / "run").rename(tmp_path / "old")
     config = tmp_path / "old/config.yaml"
     text = config.read_text()
     assert text.count("gpipe_cli.data.digits.build") == 1

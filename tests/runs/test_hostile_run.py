@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ from torch import Tensor
 from gpipe_cli.runs.snapshots import file_names, manifest
 from gpipe_cli.runs.snapshots.durable import FileDigest
 from gpipe_cli.runs.snapshots.tensors import decode, encode
-from tests.support.command_line import Gpipe
+from tests.support.command_line import Answer, Gpipe
+from tests.support.trained_runs import TrainedRun
 
 Change = Callable[[Path], object]
 ALLOW = "allow=[tiny_for_tests]"
@@ -36,26 +37,14 @@ COMMANDS = {
     "export": ("export", "run=run", "out=out.safetensors"),
     "report": ("report", "run"),
 }
-RUN: dict[str, Any] = {}
-"""A run of 6 steps, and what it becomes in 8: trained once."""
+UNHARMED: list[list[bytes]] = []
+"""The bits of the run, resumed as it is: trained once."""
 
 
-def trained(tiny: Gpipe, folder: Path) -> Path:
-    if not RUN:
-        words = ("steps=6", "snapshot.every=2", "snapshot.keep=1", "threads=1")
-        assert tiny("train", "run_dir=run", *words).code == 0
-        RUN["files"] = {
-            path.relative_to(folder / "run"): path.read_bytes()
-            for path in (folder / "run").rglob("*")
-            if path.is_file()
-        }
-        assert tiny(*COMMANDS["resume"]).code == 0
-        RUN["bits"] = bits(folder / "run")
-        shutil.rmtree(folder / "run")
-    for name, content in RUN["files"].items():
-        (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / "run" / name).write_bytes(content)
-    return folder / "run"
+class Hold(Protocol):
+    """Changes a fresh run, then gives the command: what is promised of all of them."""
+
+    def __call__(self, change: Change, command: str, codes: tuple[int, ...] = ...) -> Answer: ...
 
 
 def bits(run: Path) -> list[bytes]:
@@ -133,35 +122,42 @@ def flipped(seed: int, name: str, run: Path) -> None:
     (run / name).write_bytes(content)
 
 
-def hold(
-    tiny: Gpipe, folder: Path, change: Change, command: str, codes: tuple[int, ...] = (0, 2, 3, 4, 6)
-) -> Any:
-    """Change a fresh run, then give the command: what is promised of all of them."""
-    shutil.rmtree(folder / "victim", ignore_errors=True)
-    remove(folder / "run")
-    run = trained(tiny, folder)
-    shutil.copytree(run / "snapshots", folder / "victim" / "snapshots")
-    (folder / "victim" / "file").write_text("precious\n")
-    for name in ("out.safetensors", "out.json"):
-        (folder / name).unlink(missing_ok=True)
-    change(run)
-    before = {path: path.read_bytes() for path in (folder / "victim").rglob("*") if path.is_file()}
-    answer = tiny(*COMMANDS[command])
-    assert {path: path.read_bytes() for path in (folder / "victim").rglob("*") if path.is_file()} == before
-    assert answer.code in codes, answer.err
-    assert "Traceback" not in answer.err
-    if answer.code:
-        assert answer.err.splitlines()[-1].startswith("gpipe: error: ") and "--debug" not in answer.err
-    elif command == "resume":
-        assert bits(run) == RUN["bits"]
-    elif command == "export":
-        # The same tensors; the header also describes the inputs.
-        exported, saved = (
-            (folder / "out.safetensors").read_bytes(),
-            RUN["files"][Path(SNAPSHOT) / file_names.MODEL],
-        )
-        assert encoded(exported) == encoded(saved)
-    return answer
+@pytest.fixture
+def hold(tiny: Gpipe, trained_run: TrainedRun, tmp_path: Path) -> Hold:
+    def fresh() -> Path:
+        remove(tmp_path / "run")
+        return trained_run("tiny")
+
+    if not UNHARMED:
+        run = fresh()
+        assert tiny(*COMMANDS["resume"]).code == 0
+        UNHARMED.append(bits(run))
+    victim, out = tmp_path / "victim", tmp_path / "out.safetensors"
+
+    def run_changed(change: Change, command: str, codes: tuple[int, ...] = (0, 2, 3, 4, 6)) -> Answer:
+        run = fresh()
+        saved = (run / SNAPSHOT / file_names.MODEL).read_bytes()
+        shutil.rmtree(victim, ignore_errors=True)
+        shutil.copytree(run / "snapshots", victim / "snapshots")
+        (victim / "file").write_text("precious\n")
+        for path in (out, out.with_suffix(".json")):
+            path.unlink(missing_ok=True)
+        change(run)
+        before = {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()}
+        answer = tiny(*COMMANDS[command])
+        assert {path: path.read_bytes() for path in victim.rglob("*") if path.is_file()} == before
+        assert answer.code in codes, answer.err
+        assert "Traceback" not in answer.err
+        if answer.code:
+            assert answer.err.splitlines()[-1].startswith("gpipe: error: ") and "--debug" not in answer.err
+        elif command == "resume":
+            assert bits(run) == UNHARMED[0]
+        elif command == "export":
+            # The same tensors; the header also describes the inputs.
+            assert encoded(out.read_bytes()) == encoded(saved)
+        return answer
+
+    return run_changed
 
 
 def encoded(content: bytes) -> bytes:
@@ -188,33 +184,33 @@ def encoded(content: bytes) -> bytes:
     ],
 )
 def test_anything_but_a_regular_file_in_a_run_is_refused_at_once(
-    tiny: Gpipe, tmp_path: Path, kind: Callable[[str, Path], None], name: str, command: str, says: str
+    hold: Hold, kind: Callable[[str, Path], None], name: str, command: str, says: str
 ) -> None:
     """Links were followed: other files were emptied, other runs' snapshots deleted. Pipes were waited for."""
-    assert says in hold(tiny, tmp_path, partial(kind, name), command, codes=(4,)).err
+    assert says in hold(partial(kind, name), command, codes=(4,)).err
 
 
-def test_a_report_skips_irregular_files_and_replaces_no_other_file(tiny: Gpipe, tmp_path: Path) -> None:
-    answer = hold(tiny, tmp_path, partial(named_pipe, "metrics.jsonl"), "report", codes=(0,))
+def test_a_report_skips_irregular_files_and_replaces_no_other_file(hold: Hold) -> None:
+    answer = hold(partial(named_pipe, "metrics.jsonl"), "report", codes=(0,))
     assert "metrics.jsonl: cannot be read: is a named pipe" in answer.err
-    answer = hold(tiny, tmp_path, partial(named_pipe, "report.html"), "report", codes=(2,))
+    answer = hold(partial(named_pipe, "report.html"), "report", codes=(2,))
     assert "report.html: is a named pipe, not a regular file; give another name" in answer.err
 
 
-def test_replacing_a_hard_linked_file_does_not_change_its_other_name(tiny: Gpipe, tmp_path: Path) -> None:
+def test_replacing_a_hard_linked_file_does_not_change_its_other_name(hold: Hold) -> None:
     def change(run: Path) -> None:
         for name in ("summary.json", "summary.json.tmp", "launch.json.tmp", "snapshots/step-00000008.tmp"):
             linked(name, run)
 
-    hold(tiny, tmp_path, change, "resume", codes=(0,))
+    hold(change, "resume", codes=(0,))
 
 
-def test_a_run_directory_may_itself_be_a_link(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_run_directory_may_itself_be_a_link(hold: Hold, tmp_path: Path) -> None:
     def moved(run: Path) -> None:
         run.rename(tmp_path / "scratch")
         run.symlink_to(tmp_path / "scratch")
 
-    hold(tiny, tmp_path, moved, "resume", codes=(0,))
+    hold(moved, "resume", codes=(0,))
 
 
 def without(name: str, run: Path) -> None:
@@ -222,16 +218,18 @@ def without(name: str, run: Path) -> None:
     seal(run)
 
 
-def test_weights_that_the_manifest_does_not_list_are_reported_as_damage(tiny: Gpipe, tmp_path: Path) -> None:
+def test_weights_that_the_manifest_does_not_list_are_reported_as_damage(hold: Hold) -> None:
     """`export` ended in a KeyError."""
-    answer = hold(tiny, tmp_path, partial(without, file_names.MODEL), "export", codes=(4,))
+    answer = hold(partial(without, file_names.MODEL), "export", codes=(4,))
     assert "manifest.json: damaged: it does not list model.safetensors" in answer.err
 
 
-def test_a_missing_optimizer_state_is_an_error_without_reset_optimizer(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_missing_optimizer_state_is_an_error_without_reset_optimizer(
+    tiny: Gpipe, hold: Hold, tmp_path: Path
+) -> None:
     """A run whose snapshot listed no such file went on with a new optimizer, in silence."""
     change = partial(without, file_names.OPTIMIZER)
-    answer = hold(tiny, tmp_path, change, "resume", codes=(4,))
+    answer = hold(change, "resume", codes=(4,))
     assert (
         "does not fit the optimizer: it has no 'exp_avg'" in answer.err
         and "reset_optimizer=true" in answer.err
@@ -260,20 +258,20 @@ def with_header(file: str, change: Callable[[Any], object], run: Path) -> None:
     seal(run)
 
 
-def test_a_file_with_an_invalid_header_is_not_exported(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_file_with_an_invalid_header_is_not_exported(hold: Hold) -> None:
     def lying(header: Any) -> None:
         header["0.bias"]["shape"] = [5]
 
     for change in (lying, lambda header: [1], lambda header: {**header, "__metadata__": 3}):
-        answer = hold(tiny, tmp_path, partial(with_header, file_names.MODEL, change), "export", codes=(4,))
+        answer = hold(partial(with_header, file_names.MODEL, change), "export", codes=(4,))
         assert "model.safetensors: damaged: " in answer.err
 
 
-def test_a_relabeled_tensor_is_refused(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_relabeled_tensor_is_refused(hold: Hold) -> None:
     def relabel(header: Any) -> None:
         header["0.weight"]["dtype"] = "I32"
 
-    answer = hold(tiny, tmp_path, partial(with_header, file_names.MODEL, relabel), "eval", codes=(4,))
+    answer = hold(partial(with_header, file_names.MODEL, relabel), "eval", codes=(4,))
     assert "does not fit the model: tensor 0.weight is 4x3x3x3 of int32" in answer.err
 
 
@@ -310,16 +308,14 @@ KINDS = (linked, linked_to_nowhere, hard_linked, named_pipe, device, directory, 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [*FILES, *NAMES])
-def test_any_content_of_any_file_gives_the_same_bits_or_one_line(
-    tiny: Gpipe, tmp_path: Path, name: str
-) -> None:
+def test_any_content_of_any_file_gives_the_same_bits_or_one_line(hold: Hold, name: str) -> None:
     changes = [partial(kind, name) for kind in KINDS]
     if name in FILES and name != SNAPSHOT:
         changes += [partial(filled, content, name) for content in CONTENTS]
         changes += [partial(flipped, seed, name) for seed in range(4)]
     for change in changes:
         for command in COMMANDS:
-            hold(tiny, tmp_path, change, command)
+            hold(change, command)
 
 
 VALUES = (None, True, -1, 10**400, 2**70, 1e308, -1e300, float("nan"), "x", [], {}, [[]], {"a": 1})
@@ -342,13 +338,13 @@ def with_value(path: tuple[Any, ...], value: Any, record: dict[str, Any]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_any_value_in_a_record_gives_the_same_bits_or_one_line(tiny: Gpipe, tmp_path: Path) -> None:
-    record = json.loads((trained(tiny, tmp_path) / SNAPSHOT / manifest.MANIFEST).read_text())["record"]
+def test_any_value_in_a_record_gives_the_same_bits_or_one_line(hold: Hold, tiny_run: Path) -> None:
+    record = json.loads((tiny_run / SNAPSHOT / manifest.MANIFEST).read_text())["record"]
     for path in leaves(record):
         for value in VALUES:
             message = path[0] in ("versions", "threads", "best", "epoch", "batch")  # these decide no bit
             if not (message and value == "x"):
-                hold(tiny, tmp_path, partial(seal, change=partial(with_value, path, value)), "resume")
+                hold(partial(seal, change=partial(with_value, path, value)), "resume")
 
 
 def with_tensors(file: str, change: Callable[[dict[str, Tensor]], object], run: Path) -> None:
@@ -362,8 +358,8 @@ def with_tensors(file: str, change: Callable[[dict[str, Tensor]], object], run: 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", [file_names.MODEL, file_names.OPTIMIZER])
-def test_any_tensors_give_the_same_bits_or_one_line(tiny: Gpipe, tmp_path: Path, file: str) -> None:
-    whole = decode(bytearray((trained(tiny, tmp_path) / SNAPSHOT / file).read_bytes()))
+def test_any_tensors_give_the_same_bits_or_one_line(hold: Hold, tiny_run: Path, file: str) -> None:
+    whole = decode(bytearray((tiny_run / SNAPSHOT / file).read_bytes()))
     matrix = next(name for name, tensor in whole.items() if tensor.dim() == 2)
 
     def put(change: Callable[[Tensor], Tensor], tensors: dict[str, Tensor]) -> None:
@@ -390,4 +386,4 @@ def test_any_tensors_give_the_same_bits_or_one_line(tiny: Gpipe, tmp_path: Path,
         lambda tensors: tensors.update({"a/b/c": tensors.pop(matrix)}),
     ]
     for change in changes:
-        hold(tiny, tmp_path, partial(with_tensors, file, change), "resume", codes=(4,))
+        hold(partial(with_tensors, file, change), "resume", codes=(4,))
