@@ -65,7 +65,7 @@ def test_containers_are_expanded_and_a_layer_without_parameters_may_come_twice()
 def test_a_bare_list_is_given_on_request_and_a_part_of_a_model_is_a_sequence_too() -> None:
     original = Net()
     layers = flatten_model(original, ["stem", torch.relu], return_list=True, allow_unused=True)
-    assert layers[0] is original.stem and repr(layers[1]) == "Call(relu)"
+    assert layers[0] is original.stem and repr(layers[1]) == "FunctionLayer(relu)"
     part = flatten_model(original, ["stem", "act"], allow_unused=True)
     assert list(part.state_dict()) == ["stem.weight", "stem.bias"]
 
