@@ -46,9 +46,9 @@ from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.process_lifetime import temporary_folder
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.run_files import RunFiles
 from gpipe_cli.report.sweep_results import JobResult, print_sweep, print_sweep_json
 from gpipe_cli.runs.directory import lock_run_directory, make_run_directory, write_json
+from gpipe_cli.runs.reader import RunReader
 from gpipe_cli.sweep_job import Task, sharing_stops
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_immediately
 from gpipe_cli.values import lower_is_better
@@ -154,7 +154,7 @@ def _run_jobs(
             _hydra_main(shared.command, task, ["--multirun", *sweep.hydra_words(path)])
         except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - the results come first
             error = raised
-    read = (RunFiles(folder).json(file.name) for file in folder.glob("*.json"))
+    read = (RunReader(folder).json(file.name) for file in folder.glob("*.json"))
     results = sorted((JobResult(**row) for row in read), key=lambda result: result.job)
     # "stopped by SIGTERM; saved in ..."
     reasons = [str(result.error).split()[2].rstrip(",;") for result in results if result.stopped]
@@ -298,7 +298,7 @@ def _opened(sweep: _Sweep, line: str) -> Iterator[Path]:
         is_new = not (path / MANIFEST).exists()
         if is_new:
             write_json(path / MANIFEST, {"digest": digest, "command": line})
-        earlier = RunFiles(path).json(MANIFEST)
+        earlier = RunReader(path).json(MANIFEST)
         if earlier.get("digest") != digest:
             command = earlier.get("command", f"(no line, because {MANIFEST} cannot be read)")
             raise ConfigError(
@@ -311,7 +311,7 @@ def _opened(sweep: _Sweep, line: str) -> Iterator[Path]:
 def _earlier(digest: str) -> Path | None:
     """The newest directory with this sweep."""
     paths = sorted((path.parent for path in SWEEPS.glob(f"*/*/{MANIFEST}")), key=lambda path: path.name)
-    same = (path for path in reversed(paths) if RunFiles(path).json(MANIFEST).get("digest") == digest)
+    same = (path for path in reversed(paths) if RunReader(path).json(MANIFEST).get("digest") == digest)
     return next(same, None)
 
 

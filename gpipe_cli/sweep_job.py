@@ -33,10 +33,9 @@ from gpipe_cli.process_lifetime import die_with_parent
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report import output
 from gpipe_cli.report.formatting import describe
-from gpipe_cli.report.page.run_files import RunFiles
-from gpipe_cli.report.run_list import read_row
 from gpipe_cli.report.sweep_results import JobResult
 from gpipe_cli.runs.directory import write_json
+from gpipe_cli.runs.reader import RunReader, has_settings
 from gpipe_cli.training.signals import (
     STOP_SIGNALS,
     SignalInbox,
@@ -101,15 +100,16 @@ class Task:
             if result.failed:
                 result = replace(result, error=f"FAILED ({result.exit_code}): {result.error}")
                 _say(result, str(result.error))
-        if self.makes_runs and (run / "config.yaml").exists():
-            result = replace(result, run_dir=str(run), best=read_row(run).best)
+        if self.makes_runs and has_settings(run):
+            best = RunReader(run).best()
+            result = replace(result, run_dir=str(run), best=None if best is None else best.value)
         return result
 
     def _run_in(self, run: Path, result: JobResult, folder: AbstractContextManager[Any]) -> JobResult:
         """run: its directory, which an earlier launch of the sweep may have left. folder: enters that of the job."""
         result = replace(result, exit_code=0, error=None)
-        resumes = self.makes_runs and (run / "config.yaml").exists()
-        if resumes and (summary := RunFiles(run).json("summary.json")):
+        resumes = self.makes_runs and has_settings(run)
+        if resumes and (summary := RunReader(run).json("summary.json")):
             _say(result, "finished earlier, skipped")
             return replace(result, summary=summary, finished_earlier=True)
         _say(result, f"{result.label}{', resuming' if resumes else ''}")

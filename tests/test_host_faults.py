@@ -22,7 +22,7 @@ import pytest
 from torch import Tensor
 
 import gpipe_cli
-from gpipe_cli.runs.state import run_state
+from gpipe_cli.runs.reader import run_state
 from tests.support.fault_injection import TRAIN
 from tests.support.faulty_ranks import FAULT, GO
 from tests.support.network_hosts import Host, network_hosts

@@ -42,7 +42,7 @@ LEVELS = """
     sequential
     skip
     schedule accelerator torch_internals huggingface config.schema
-    vision runs.state
+    vision runs.reader
     values pytree safe_files process_lifetime
     errors redaction lazy_imports __version__
 """
@@ -83,7 +83,7 @@ WITHOUT_TORCH = {
     "balance.solver",
     "config.schema",
     "safe_files",
-    "runs.state",
+    "runs.reader",
     "errors",
     "process_lifetime",
     "redaction",

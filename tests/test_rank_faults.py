@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 import gpipe_cli
+from gpipe_cli.runs.reader import run_state
 from gpipe_cli.runs.snapshots.contents import decode_tensors
 from gpipe_cli.runs.snapshots.file_names import MODEL
 from gpipe_cli.runs.snapshots.manifest import read_snapshot
 from gpipe_cli.runs.snapshots.tensors import encode
-from gpipe_cli.runs.state import run_state
 from tests.support.command_line import Gpipe
 from tests.support.fault_injection import ALLOW, ROWS, TEMPLATE, TRAIN
 from tests.support.faulty_ranks import FAULT, SOCKETS
@@ -37,7 +37,7 @@ STOPPED = "rank 1 (partition 1): stopped (SIGSTOP, or a debugger); no answer wit
 SECONDS = 240
 """Until a launch counts as hanging: a busy machine may take that long to import torch three times."""
 pytestmark = pytest.mark.timeout(4 * SECONDS)
-STATES = {75: "stopped", 130: "stopped", -signal.SIGKILL: "dead"}
+STATES = {75: "stopped", 130: "stopped", -signal.SIGKILL: "crashed"}
 """Of the run, by the exit code of its launcher; a run with any other code has failed."""
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 

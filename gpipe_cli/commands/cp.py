@@ -24,6 +24,7 @@ from gpipe_cli.config.keys import Option, chosen_options, list_options
 from gpipe_cli.config.schema import SCHEMAS, CpConfig
 from gpipe_cli.errors import ConfigError, ResourceError, RunError, or_list
 from gpipe_cli.report.formatting import one_line
+from gpipe_cli.runs.reader import has_settings
 
 RUN = "run/"
 """What comes before the directory of a run, as a group does before an option."""
@@ -61,7 +62,7 @@ def _find_option(what: str) -> tuple[str, Option]:
 def _run_directory(what: str) -> Path | None:
     """The run that the words name: `run/` and its path, or just its path; None for an option."""
     for name in (what.removeprefix(RUN), what):
-        if (Path(name) / "config.yaml").is_file():
+        if has_settings(Path(name)):
             return Path(name)
     return Path(what.removeprefix(RUN)) if what.startswith(RUN) else None
 

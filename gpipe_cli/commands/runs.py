@@ -17,8 +17,8 @@ from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import RunsConfig
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.report.formatting import format_value, one_line
-from gpipe_cli.report.run_list import RunRow, find_runs, read_row
 from gpipe_cli.report.tables import rows_table, show
+from gpipe_cli.runs.reader import RunRow, find_runs, read_row
 from gpipe_cli.training.signals import StopNow
 
 COLUMNS = ("run", "state", "step", "last", "best", "age", "size", "note")

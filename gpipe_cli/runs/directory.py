@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.runs.reader import LOCK_NAME, has_settings, own_locks
 from gpipe_cli.runs.snapshots.durable import UNFINISHED, write_file
 from gpipe_cli.runs.snapshots.manifest import is_snapshot, run_directory_of
-from gpipe_cli.runs.state import LOCK_NAME, own_locks
 from gpipe_cli.safe_files import open_regular, parse_json, writing
 
 MAX_NAME_LENGTH = 80
@@ -42,10 +42,9 @@ def check_run_dir(run_dir: str | None) -> None:
     path = planned_run_directory(run_dir)
     try:
         if run_dir is not None and path.is_dir() and {entry.name for entry in path.iterdir()} - {*LEFTOVERS}:
-            has_run = (path / "config.yaml").exists()
             cure = (
                 f"resume={path} continues the run in it, or choose another one"
-                if has_run
+                if has_settings(path)
                 else "choose another one, or remove it"
             )
             raise ConfigError(f"run_dir={path}: the directory exists and is not empty; {cure}")
@@ -92,7 +91,7 @@ def resumed_directory(resume: str | None, run_dir: str | None) -> Path | None:
         return run_directory_of(Path(resume)) if is_snapshot(Path(resume)) else Path(resume)
     assert run_dir is not None, "the configuration was checked"
     path = Path(run_dir)
-    return path if (path / "config.yaml").exists() else None
+    return path if has_settings(path) else None
 
 
 def _make_timestamped(base: Path) -> Path:

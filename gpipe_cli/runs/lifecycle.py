@@ -29,11 +29,11 @@ from gpipe_cli.profiling.partition_memory import resident_memory
 from gpipe_cli.report.environment import environment
 from gpipe_cli.runs.directory import lock_run_directory, make_run_directory, write_json, write_text
 from gpipe_cli.runs.lr_after_resume import lr_line
+from gpipe_cli.runs.reader import OUTCOME
 from gpipe_cli.runs.resume import ResumedRun, version_changes
 from gpipe_cli.runs.snapshots.manager import Retention, check_snapshot_space
 from gpipe_cli.runs.snapshots.manifest import rewind_snapshots
 from gpipe_cli.runs.snapshots.record import TrainingRecord
-from gpipe_cli.runs.state import OUTCOME
 from gpipe_cli.safe_files import parse_json, read_regular, writing
 from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.metrics import metrics_length_at, truncate_metrics

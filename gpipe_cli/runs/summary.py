@@ -20,16 +20,15 @@ from gpipe_cli.report.model_tables import print_measured_memory
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.render import PAGE, render_page
 from gpipe_cli.report.page.run_facts import read_run
-from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.runs.directory import write_json, write_text
 from gpipe_cli.runs.lr_after_resume import longer_line
+from gpipe_cli.runs.reader import RunReader, as_int
 from gpipe_cli.runs.resume import ResumedRun
 from gpipe_cli.runs.snapshots.manifest import snapshot_paths
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import EvalResult, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
-from gpipe_cli.values import lower_is_better
 
 SUMMARY = "summary.json"
 LARGEST_EPOCH = 10**9
@@ -125,7 +124,7 @@ def print_summary(summary: Summary, settings: TrainConfig) -> None:
         "",
         {
             **facts,
-            **_best_evaluation(run, settings.snapshot.monitor or "loss"),
+            **_best_evaluation(run),
             "report": str(run / PAGE),
             **next_commands,
         },
@@ -177,13 +176,10 @@ def _read_summary(run: Path) -> Summary:
     return content if isinstance(content, dict) else {}
 
 
-def _best_evaluation(run: Path, monitor: str) -> dict[str, str]:
+def _best_evaluation(run: Path) -> dict[str, str]:
     """The best evaluation over all launches of the run."""
-    rows = [row for row in RunFiles(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
-    values = [(value, row) for row in rows if (value := as_number(row.get(monitor))) is not None]
-    if not values:
+    files = RunReader(run)
+    if (best := files.best()) is None:
         return {}
-    # The first of several that are equally good, as for snapshots.
-    value, row = (min if lower_is_better(monitor) else max)(values, key=lambda pair: pair[0])
-    epoch = as_int(row.get("epoch"), LARGEST_EPOCH) or 0
-    return {"best_epoch": f"{epoch + 1} (step {row.get('step')}, {monitor} {format_value(monitor, value)})"}
+    value = format_value(files.monitor, best.value)
+    return {"best_epoch": f"{(best.epoch or 0) + 1} (step {best.step}, {files.monitor} {value})"}

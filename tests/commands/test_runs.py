@@ -47,7 +47,7 @@ def test_a_row_has_state_step_last_and_best_metric_and_the_latest_run_comes_last
     first, failed, finished = answer.json
     assert (first["run"], first["state"], first["last"], first["train_loss"]) == (
         "runs/c/0",
-        "dead",
+        "crashed",
         None,
         0.75,
     )
@@ -135,7 +135,7 @@ def test_a_hostile_file_becomes_a_note_of_its_row(gpipe: Gpipe, name: str) -> No
 
 
 def test_numbers_that_are_none_and_half_lines_are_left_out(gpipe: Gpipe) -> None:
-    text = '{"split": "eval", "step": 1e999, "top1": NaN}\nnonsense "eval"\n{"split": "eval", "top1": true}\n{"st'
+    text = '{"split": "eval", "step": 1e999, "top1": NaN}\nnonsense "eval"\n["eval"]\n{"split": "eval", "top1": true}\n{"st'
     make_run("a", 1, metrics=text)
     (row,) = gpipe("runs", "--json").json
     assert (row["step"], row["last"], row["note"]) == (None, None, "metrics.jsonl: 2 damaged lines")

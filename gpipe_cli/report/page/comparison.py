@@ -11,6 +11,7 @@ from typing import final
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import ChartLine, metric_title, run_line
 from gpipe_cli.report.page.run_facts import RunFacts
+from gpipe_cli.runs.reader import flat_config, monitor_of
 from gpipe_cli.values import lower_is_better
 
 NO_SETTINGS = ("run_dir", "resume", "allow", "time_limit")
@@ -37,7 +38,7 @@ class Comparison:
     @staticmethod
     def of(runs: Sequence[RunFacts], headlines: Sequence[Mapping[str, str]] = ()) -> Comparison:
         """headlines: title and value of the results of each run."""
-        configs = [flatten_yaml(run.config) for run in runs]
+        configs = [flat_config(run.config) for run in runs]
         metric = _metric(runs, configs)
         values = [_best_value(run, metric) for run in runs]
         sign = 1 if lower_is_better(metric) else -1
@@ -92,7 +93,7 @@ class Comparison:
 
 def _metric(runs: Sequence[RunFacts], configs: Sequence[Mapping[str, str]]) -> str:
     """The `snapshot.monitor` of the first run, if it measured it; else the loss."""
-    monitor = configs[0].get("snapshot.monitor", "loss")
+    monitor = monitor_of(configs[0])
     measured = {curve.metric for run in runs for curve in run.curves if curve.split == "eval"}
     return monitor if monitor in measured else "loss"
 
@@ -140,22 +141,3 @@ def _short_keys(keys: Sequence[str]) -> dict[str, str]:
 
 def _short(key: str, value: str) -> str:
     return value.rpartition(".")[2] if key.endswith(TARGET) else value
-
-
-def flatten_yaml(config: str) -> dict[str, str]:
-    """Dotted keys and their values of YAML as gpipe writes it: one key per line, two spaces per level.
-
-    The page shows the file and never interprets it, so reading its lines is enough. List items belong to their key.
-    """
-    values: dict[str, str] = {}
-    parents: list[str] = []
-    for line in config.splitlines():
-        key, colon, value = line.strip().partition(":")
-        depth = (len(line) - len(line.lstrip())) // 2
-        if line.lstrip().startswith("- ") and parents:
-            path = ".".join(parents)
-            values[path] = f"{values.get(path, '')} {line.strip()[2:]}".strip()
-        elif colon:
-            parents = [*parents[:depth], key]
-            values[".".join(parents)] = value.strip()
-    return values

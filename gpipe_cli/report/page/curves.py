@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from gpipe_cli.report.page.run_files import as_number, as_text
+from gpipe_cli.runs.reader import as_number, as_text
 from gpipe_cli.values import lower_is_better
 
 WINDOW_COLUMNS = ("loss_mean", "loss_min", "loss_max")

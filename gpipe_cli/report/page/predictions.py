@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-from gpipe_cli.report.page.run_files import as_int, as_list, as_number, as_rows, as_text
+from gpipe_cli.runs.reader import as_int, as_list, as_number, as_rows, as_text
 
 MAX_CLASSES = 100
 """Of a matrix that is drawn."""

@@ -29,7 +29,7 @@ from gpipe_cli.report.page.charts import Scale, comparison_charts, metric_charts
 from gpipe_cli.report.page.comparison import Comparison
 from gpipe_cli.report.page.curves import MetricCurve
 from gpipe_cli.report.page.run_facts import RunFacts, TimelineBar, TimelineFacts, verdict_counts
-from gpipe_cli.report.page.run_files import as_number, watched_metric
+from gpipe_cli.runs.reader import as_number, flat_config, monitor_of
 from gpipe_cli.safe_files import UnsafeFile, open_regular
 
 PAGE = "report.html"
@@ -187,8 +187,9 @@ def headline(run: RunFacts) -> dict[str, str]:
     results = {TITLES[name]: format_value(name, numbers[name]) for name in TITLES if name in numbers}
     results = results or _latest_metrics(run.curves)
     results |= {verdict: str(count) for verdict, count in verdict_counts(run.checks).items()}
+    monitor = monitor_of(flat_config(run.config))
     for curve in run.curves:
-        if curve.split == "eval" and curve.metric in ("loss", watched_metric(run.config)):
+        if curve.split == "eval" and curve.metric in ("loss", monitor):
             step, value = curve.best()
             results[f"best eval {curve.metric}"] = f"{format_value(curve.metric, value)} at step {step:.0f}"
     for name, value in numbers.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections import Counter, defaultdict
@@ -15,20 +14,20 @@ from typing import Any, final
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.page.curves import MetricCurve, read_curves
 from gpipe_cli.report.page.predictions import Predictions, TextSample, read_predictions, read_text_sample
-from gpipe_cli.report.page.run_files import (
-    RunFiles,
+from gpipe_cli.report.timeline import IDEAL, MEASURED
+from gpipe_cli.runs.reader import (
+    RUN_FILES,
+    RunReader,
+    RunState,
     as_int,
     as_list,
     as_mapping,
     as_number,
     as_rows,
     as_text,
+    is_run,
 )
-from gpipe_cli.report.timeline import IDEAL, MEASURED
-from gpipe_cli.runs.state import RunState, run_state
 
-RUN_FILES = ("launch.json", "config.yaml", "metrics.jsonl", "profile.json", "summary.json", "check.json")
-"""A directory with none of these is not a run."""
 TABLES = ("layers", "timeline", "rows", "partitions")
 """What a result contains besides its summary."""
 MEMORY_PURPOSES = ("parameter", "gradient", "optimizer", "activation")
@@ -184,9 +183,9 @@ class RunFacts:
 def read_run(directory: Path) -> RunFacts:
     if not directory.is_dir():
         raise RunError(f"{directory}: no such directory")
-    if not any(os.path.lexists(directory / name) for name in RUN_FILES):
+    if not is_run(directory):
         raise RunError(f"{directory}: not a run directory: it has none of {', '.join(RUN_FILES)}")
-    files = RunFiles(directory)
+    files = RunReader(directory)
     launch, summary, profile, check = (
         files.json(f"{name}.json") for name in ("launch", "summary", "profile", "check")
     )
@@ -200,7 +199,7 @@ def read_run(directory: Path) -> RunFacts:
         path=directory,
         command="train" if summary else "profile" if profile else "check" if check else "train",
         summary={key: value for key, value in result.items() if key not in TABLES},
-        curves=read_curves(files.json_lines("metrics.jsonl")),
+        curves=read_curves(files.rows()),
         layers=tuple(_layer_cost(row, unit) for row in layers),
         unit=unit,
         recorded_step=as_int(timeline.get("step"), 10**15),
@@ -213,7 +212,7 @@ def read_run(directory: Path) -> RunFacts:
         environment=files.json("env.json"),
         commands=_commands(launch, result),
         next_commands=_next_commands(directory, launch) if is_training else {},
-        state=_state(directory, files) if is_training else None,
+        state=_state(files) if is_training else None,
         weights=_weights(launch),
         predictions=read_predictions(files.json("predictions.json")),
         sample=read_text_sample(files.json("sample.json")),
@@ -248,9 +247,9 @@ def _partitions(*sources: Mapping[str, Any]) -> tuple[PartitionUsage, ...]:
     return tuple(_partition(place, {**measured, **summed}) for place, measured, summed in rows)
 
 
-def _state(directory: Path, files: RunFiles) -> RunState | None:
+def _state(files: RunReader) -> RunState | None:
     try:
-        return run_state(directory)
+        return files.state()
     except RunError as error:
         files.problems.append(str(error))
         return None

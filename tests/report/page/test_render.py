@@ -108,14 +108,14 @@ def test_a_run_that_goes_on_reloads_its_page_and_a_finished_one_does_not(tmp_pat
     run = write_training(tmp_path)
     finished = render_page([read_run(run)])
     (run / "summary.json").unlink()
-    dead = render_page([read_run(run)])
+    crashed = render_page([read_run(run)])
     with lock_run_directory(run):
         running = render_page([read_run(run)])
     reload = '<meta http-equiv="refresh"'
     assert reload in running and "This run is training." in running
-    assert reload not in finished + dead and 'class="state"' not in finished
-    assert "it was killed, or the machine went down" in dead
-    assert f"<pre>gpipe train resume={run}</pre>" in dead[dead.index("went down") :]
+    assert reload not in finished + crashed and 'class="state"' not in finished
+    assert "it was killed, or the machine went down" in crashed
+    assert f"<pre>gpipe train resume={run}</pre>" in crashed[crashed.index("went down") :]
 
 
 def test_parameters_are_a_count_and_their_memory_is_bytes(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_damaged_file_is_a_note_in_the_page(name: str, content: bytes, tmp_pat
 def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     write_training(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 21, "split": "train", "loss": NaN, "lr": 0.2}\n[1]\n{"step":')
+        file.write('{"step": 21, "split": "train", "loss": NaN, "lr": 0.2}\n[1]\n{"step":\n{"st')
     run = read_run(tmp_path)
     assert run.problems == ("metrics.jsonl: 2 damaged lines; the page leaves them out",)
     curves = {(curve.metric, curve.split): curve.points for curve in run.curves}

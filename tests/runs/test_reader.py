@@ -11,7 +11,7 @@ import pytest
 from gpipe_cli.errors import ConfigError, NumericError, RunError, Stopped
 from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.runs.directory import lock_run_directory
-from gpipe_cli.runs.state import LOCK_NAME, OUTCOME, RunState, run_state
+from gpipe_cli.runs.reader import LOCK_NAME, OUTCOME, RunState, run_state
 from tests.support.command_line import Gpipe
 
 HOLD_LOCK = """
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_is_running_while_another_process_holds_its_lock_and_dead_once_that_is_killed(
+def test_a_run_is_running_while_another_process_holds_its_lock_and_crashed_once_that_is_killed(
     run: Path,
 ) -> None:
     root = str(Path(sys.modules["gpipe_cli"].__file__ or "").parents[1])
@@ -51,12 +51,12 @@ def test_a_run_is_running_while_another_process_holds_its_lock_and_dead_once_tha
         holder.send_signal(signal.SIGKILL)
     (run / "summary.json").unlink()
     assert (run / LOCK_NAME).exists()
-    assert run_state(run) == RunState("dead")
+    assert run_state(run) == RunState("crashed")
 
 
 def test_asking_for_the_state_of_its_own_run_does_not_release_the_lock(run: Path) -> None:
     """The bug this prevents: closing any descriptor of a locked file releases the record lock of the process."""
-    ask = "import sys; from pathlib import Path; from gpipe_cli.runs.state import run_state; "
+    ask = "import sys; from pathlib import Path; from gpipe_cli.runs.reader import run_state; "
     ask += "print(run_state(Path(sys.argv[1])).name)"
     with lock_run_directory(run):
         assert run_state(run) == RunState("running")
