@@ -17,10 +17,7 @@ from gpipe_cli.config.instantiate import accepted_arguments, bind, instantiate
 from gpipe_cli.config.keys import chosen_options, list_options
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
-    CostConfig,
-    EngineConfig,
     ModelConfig,
-    ProfileConfig,
     RunConfig,
     TrainConfig,
     TrainedConfig,
@@ -59,7 +56,7 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
         "optimizer": ("params",),
     }
     for group in COMPONENT_GROUPS:
-        if hasattr(settings, group):
+        if getattr(settings, group, None):
             node = _arguments(settings, group)
             bind(
                 node,
@@ -68,11 +65,11 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
                 {name: None for name in offered.get(group, ()) if name not in node},
             )
     check_own_keys(own_keys(settings))
-    if isinstance(settings, CostConfig):
+    if settings.optimizer:
         if problems := list(group_problems(settings.optimizer)):
             raise ConfigError("; ".join(problems))
         _check_groups(settings)
-    if isinstance(settings, EngineConfig):
+    if settings.engine:
         _check_engine(settings, overrides)
 
 
@@ -86,7 +83,7 @@ def _arguments(settings: ModelConfig, group: str) -> Mapping[str, Any]:
     return optimizer_arguments(node) if group == "optimizer" else node
 
 
-def _check_groups(settings: CostConfig) -> None:
+def _check_groups(settings: ModelConfig) -> None:
     """Check the options of each parameter group as if they were those of the whole optimizer.
 
     torch itself checks the values that are for all parameters, but not those of a group.
@@ -99,7 +96,7 @@ def _check_groups(settings: CostConfig) -> None:
         instantiate(options, "optimizer", settings.allow, path=path, params=dummy)
 
 
-def _check_engine(settings: EngineConfig, overrides: Sequence[str]) -> None:
+def _check_engine(settings: ModelConfig, overrides: Sequence[str]) -> None:
     """Refuse settings that do not go with what the engine's module declares."""
     engine, traits = engine_name(settings), traits_of_engine(settings)
     for key in sorted(traits.ignored_keys):
@@ -109,12 +106,11 @@ def _check_engine(settings: EngineConfig, overrides: Sequence[str]) -> None:
             takers = "|".join(option.name for option in list_options("engine") if key not in option.ignores)
             raise ConfigError(f"{key}: has no effect with {engine}; leave it out, or choose engine={takers}")
         print_status(f"{key}: set by the recipe, and without effect with {engine}")
-    checkpoint = settings.checkpoint if isinstance(settings, CostConfig) else None
-    if traits.one_checkpoint_mode and isinstance(checkpoint, list):
+    if traits.one_checkpoint_mode and isinstance(settings.checkpoint, list):
         raise ConfigError(
-            f"checkpoint={checkpoint}: {engine} has no partitions; give one mode for the whole model"
+            f"checkpoint={settings.checkpoint}: {engine} has no partitions; give one mode for the whole model"
         )
-    if not isinstance(settings, ProfileConfig):
+    if settings.timeline is None:
         return
     default = f"engine={chosen_options('profile')['engine'].name}"
     has_keys = any(value is not None for key, value in settings.engine.items() if key != "_target_")
@@ -124,14 +120,14 @@ def _check_engine(settings: EngineConfig, overrides: Sequence[str]) -> None:
         raise ConfigError(f"{engine}: its steps cannot be recorded; leave it out, which means {default}")
 
 
-def _is_given(settings: EngineConfig, key: str, overrides: Sequence[str]) -> bool:
+def _is_given(settings: ModelConfig, key: str, overrides: Sequence[str]) -> bool:
     """Whether the command line, or a recipe for a new run, sets the key.
 
     An evaluation or a resumed run has the settings of its run, and may use another engine.
     """
     if sets_key(overrides, key):
         return True
-    if not isinstance(settings, TrainConfig) or settings.resume is not None:
+    if not settings.trains or settings.resume is not None:
         return False
     if key == "balance":
         return chosen_options("train")["balance"].name != balance_name(settings)
@@ -139,7 +135,7 @@ def _is_given(settings: EngineConfig, key: str, overrides: Sequence[str]) -> boo
     return bool(value(settings) != value(TrainConfig()))
 
 
-def traits_of_engine(settings: EngineConfig) -> EngineTraits:
+def traits_of_engine(settings: ModelConfig) -> EngineTraits:
     # Raises if the configuration may not name this target, before anything of it is imported.
     accepted_arguments(settings.engine, "engine", settings.allow)
     return engine_traits(settings.engine["_target_"])
@@ -150,7 +146,7 @@ def starts_ranks(settings: RunConfig) -> bool:
     return traits_of_engine(settings).needs_processes and not is_rank()
 
 
-def keeps_on_disk(settings: RunConfig) -> bool:
+def keeps_on_disk(settings: ModelConfig) -> bool:
     """Whether the engine keeps the model in a file, because it may be larger than memory."""
     return bool(settings.engine.get("to") == "disk")
 
@@ -160,9 +156,9 @@ def reads_on_demand(settings: RunConfig) -> bool:
     return keeps_on_disk(settings) or traits_of_engine(settings).needs_processes
 
 
-def scratch_folder(settings: RunConfig) -> Path:
+def scratch_folder(settings: ModelConfig) -> Path:
     """Where an engine may create a file while it runs: on the disk of the run directory, which may not exist yet."""
-    return Path((settings.run_dir if isinstance(settings, TrainConfig) else None) or "runs")
+    return Path(settings.run_dir or "runs")
 
 
 def measures_layers(settings: ModelConfig) -> bool:
@@ -175,7 +171,7 @@ def needs_values(settings: ModelConfig) -> bool:
     return measures_layers(settings) and settings.balance.get("measure") != "auto"
 
 
-def engine_name(settings: EngineConfig) -> str:
+def engine_name(settings: ModelConfig) -> str:
     return f"engine={settings.engine['_target_'].split('.')[-2]}"
 
 

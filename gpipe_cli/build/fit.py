@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.step import make_loss, metrics_of
-from gpipe_cli.config.schema import CostConfig, EvalConfig, ModelConfig, TrainConfig
+from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.data.loading import replica_part
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.losses.measures import Measure, main_scores, predicts_numbers
@@ -41,7 +41,7 @@ LEAST_ROWS = 2
 
 def check_task(settings: ModelConfig, loader: BatchLoader, model: nn.Sequential) -> None:
     """Raise ConfigError or DataError for data that does not fit the model or the loss."""
-    if not isinstance(settings, CostConfig | EvalConfig):
+    if not settings.uses_loss:
         return
     input, target = loader.traced_samples()
     loss = make_loss(settings)
@@ -155,7 +155,7 @@ def _tokens(tensor: Tensor) -> Tensor:
 
 def with_least_rows(settings: ModelConfig, loader: BatchLoader, model: nn.Sequential) -> BatchLoader:
     """The loader with the `least_rows` of the model; ConfigError if a mini-batch of the run has fewer."""
-    if not isinstance(settings, CostConfig):  # nothing is trained
+    if not settings.optimizer:  # nothing is trained
         return loader
     sizes = _mini_batch_sizes(settings, loader)
     parts = {
@@ -185,12 +185,12 @@ def with_least_rows(settings: ModelConfig, loader: BatchLoader, model: nn.Sequen
     return replace(loader, least_rows=LEAST_ROWS, notes=(*loader.notes, *notes))
 
 
-def _mini_batch_sizes(settings: CostConfig, loader: BatchLoader) -> list[int]:
+def _mini_batch_sizes(settings: ModelConfig, loader: BatchLoader) -> list[int]:
     """The different sizes of the mini-batches that the command trains on, the last one of an epoch included."""
     full = min(loader.batch_size, len(loader.data.train))
     last = len(loader.data.train) % loader.batch_size
     is_reached = (
-        isinstance(settings, TrainConfig)
+        settings.trains
         and not loader.drop_last
         and (settings.steps is None or settings.steps >= loader.steps_per_epoch)
     )

@@ -10,7 +10,7 @@ from typing import Any, final
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
-from gpipe_cli.config.schema import CostConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.data.datasets import Data, Samples, hold_out
 from gpipe_cli.data.loading import BatchFetcher, BatchRequest, batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms
@@ -176,7 +176,8 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
     for split, samples in (("train", data.train), ("test", data.test)):
         if samples is not None and len(samples) == 0:
             raise DataError(f"data._target_={settings.data['_target_']}: has no samples to {split} on")
-    seed = settings.seed if isinstance(settings, TrainConfig | EvalConfig) else 0
+    # The seed of gpipe generate is one of sampling, not that of its run.
+    seed = settings.seed if settings.uses_loss else 0
     divided = hold_out(data, keys.get("validation"), seed)
     data = _normalized_for_model(settings, divided.data)
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
@@ -186,10 +187,10 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
             f"model.num_classes={classes}: labels are out of range, because the data has {data.classes} classes; leave "
             "it out, or give at least as many"
         )
-    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
+    replicas = settings.data_parallel
     world = World.current()
     replica = world.rank // max(1, world.size // replicas)  # ranks of one replica are consecutive
-    pin_memory = isinstance(settings, RunConfig) and reads_pinned_memory(available_devices(settings.devices))
+    pin_memory = settings.runs_steps and reads_pinned_memory(available_devices(settings.devices))
     return BatchLoader(
         data,
         transforms,
@@ -223,7 +224,7 @@ def split_keys(settings: ModelConfig) -> dict[str, Any]:
 
 def _drop_last(settings: ModelConfig, keys: Mapping[str, Any], data: Data) -> bool:
     # A command that does not train leaves nothing out.
-    drops = bool(keys.get("drop_last", False)) and isinstance(settings, CostConfig)
+    drops = bool(keys.get("drop_last", False)) and bool(settings.optimizer)
     if drops and len(data.train) < settings.batch_size:
         raise ConfigError(
             f"data.drop_last=true: leaves nothing, because {len(data.train)} samples fill no mini-batch of "

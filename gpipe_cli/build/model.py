@@ -22,7 +22,7 @@ from torch import nn
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
-from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig
+from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.models.weights import LoadedWeights, load_weights
@@ -110,7 +110,7 @@ def make_model(
     values: records how to compute the large tensors, which then have no memory.
     """
     recording = nullcontext if values is None else values.recording
-    torch.manual_seed(settings.seed if isinstance(settings, TrainConfig) else 0)
+    torch.manual_seed(settings.seed if settings.trains else 0)
     node = model_arguments(settings)
     data = loader.data
     offered: dict[str, Any] = {"input_shape": data.shape, "tokenizer": data.tokenizer, "say": print_status}
@@ -127,7 +127,7 @@ def make_model(
         raise ConfigError(
             f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
         )
-    patterns = settings.freeze if isinstance(settings, CostConfig) else []
+    patterns = settings.freeze
     keys = own_keys(settings)
     sequence = as_sequence(model, _with_whole_norms(model, keys) if patterns else keys, loader.traced_batch())
     # Before freezing: snapshots leave out only what the model itself keeps in files and never trains.

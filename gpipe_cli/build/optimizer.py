@@ -21,7 +21,7 @@ from gpipe_cli.build.parameter_groups import (
     optimizer_arguments,
 )
 from gpipe_cli.config.instantiate import instantiate
-from gpipe_cli.config.schema import CostConfig, TrainConfig
+from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.distributed.replica_shares import largest_share
 from gpipe_cli.engines.weight_average import average_weights
 from gpipe_cli.errors import ConfigError
@@ -118,11 +118,11 @@ def _is_bias(module: nn.Module, name: str) -> bool:
     return BIAS in name.split("_")
 
 
-def optimizer_factory(settings: CostConfig, model: nn.Sequential) -> MakeOptimizer:
+def optimizer_factory(settings: ModelConfig, model: nn.Sequential) -> MakeOptimizer:
     """Makes the optimizer of the whole model or of any part of it, with equal groups."""
     groups = parameter_groups(settings.optimizer, model)
     node = optimizer_arguments(settings.optimizer)
-    ema = settings.ema if isinstance(settings, TrainConfig) else None
+    ema = settings.ema
     if ema is not None:
         _check_precision(ema, model)
 
@@ -139,9 +139,9 @@ def optimizer_factory(settings: CostConfig, model: nn.Sequential) -> MakeOptimiz
     return make_optimizer
 
 
-def kept_state(settings: CostConfig) -> KeptState:
+def kept_state(settings: ModelConfig) -> KeptState:
     """How much of the optimizer's state each replica keeps."""
-    if isinstance(settings, TrainConfig) and settings.shard == "optimizer":
+    if settings.shard == "optimizer":
         return partial(largest_share, replicas=settings.data_parallel)
     return whole_state
 

@@ -39,12 +39,8 @@ from gpipe_cli.build.step import (
 )
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import (
-    CostConfig,
-    EngineConfig,
     ModelConfig,
-    ProfileConfig,
     RunConfig,
-    TrainConfig,
 )
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.data.datasets import Data
@@ -162,19 +158,19 @@ def build_parts(
     loader = make_loader(settings, data)
     # An engine reads the parameters of its own layers; a balance method or a profile that runs the model needs all.
     runs_model = needs_values(settings) or (order is None and has_own_order(settings))
-    load = storage and (runs_model or not isinstance(settings, RunConfig))
+    load = storage and (runs_model or not settings.runs_steps)
 
     made: list[ConfiguredModel] = []
 
     def make(values: DeferredValues | None = None) -> nn.Sequential:
         made.append(make_model(settings, loader, load=load, initial_weights=initial_weights, values=values))
-        if isinstance(settings, CostConfig):
+        if settings.optimizer:
             # Refuses patterns that match nothing, before anything runs.
             parameter_groups(settings.optimizer, made[-1].sequence)
         return made[-1].sequence
 
     stored = values = None
-    if storage and isinstance(settings, RunConfig) and keeps_on_disk(settings):
+    if storage and settings.runs_steps and keeps_on_disk(settings):
         model, recorded = build_deferred(make)
         stored = store_on_tier(DiskTier(scratch_folder(settings)), model, recorded or DeferredValues())
     elif storage and deferred:
@@ -209,7 +205,7 @@ def partition_model(
     settings: ModelConfig, model: nn.Sequential, loader: BatchLoader, order: FixedOrder | None = None
 ) -> Partitioning:
     """Choose the devices of the partitions, balance the layers between them, and find the order if there is none."""
-    if isinstance(settings, EngineConfig) and not traits_of_engine(settings).has_partitions:
+    if settings.engine and not traits_of_engine(settings).has_partitions:
         devices = worker_devices(settings)
         if len(devices) > 1:
             raise ConfigError(f"devices={settings.devices}: {engine_name(settings)} runs on one device")
@@ -247,7 +243,6 @@ def partition_model(
         partitioning = _balance(settings, model, loader, devices, spec)
     if not has_own_order(settings) or (order is not None and isinstance(known, FixedOrder)):
         return partitioning
-    assert isinstance(settings, CostConfig), "it has an order of its own"
     chosen = choose_order(settings, model, loader, partitioning.balance, devices, spec)
     return replace(partitioning, spec=replace(spec, schedule=chosen))
 
@@ -267,7 +262,7 @@ def repeatable_order(settings: ModelConfig, order: FixedOrder | None) -> FixedOr
 
 def worker_devices(settings: ModelConfig) -> list[torch.device]:
     """The devices of the workers of all replicas."""
-    if isinstance(settings, EngineConfig) and not traits_of_engine(settings).has_partitions:
+    if settings.engine and not traits_of_engine(settings).has_partitions:
         return resolve_devices(settings.devices, 1)
     partitions, replicas = _partitions_and_replicas(settings)
     return resolve_devices(settings.devices, partitions * replicas)
@@ -275,7 +270,7 @@ def worker_devices(settings: ModelConfig) -> list[torch.device]:
 
 def _partitions_and_replicas(settings: ModelConfig) -> tuple[int, int]:
     layers = settings.balance.get("layers")
-    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
+    replicas = settings.data_parallel
     default = len(layers) if layers else default_partitions(settings.devices, replicas)
     return settings.partitions or default, replicas
 
@@ -289,11 +284,11 @@ def _balance(
 ) -> Partitioning:
     """Run the balance method, within the memory limit if there is one; compute only what the method takes."""
     takes = accepted_arguments(settings.balance, "balance", settings.allow)
-    limited = isinstance(settings, CostConfig) and settings.device_memory is not None
+    limited = settings.device_memory is not None
     offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": spec.partitions}
     memory = None
     # `gpipe balance` measures now; a run, or a profile of it, may reuse earlier measurements.
-    reuse = isinstance(settings, RunConfig | ProfileConfig)
+    reuse = bool(settings.engine)
     profiles = ProfileCache(default_folder(), reuse=reuse, say=print_status)
     with ExitStack() as contexts:
         if limited or takes & {"sample", "memory"}:
@@ -323,14 +318,12 @@ def _balance(
 
 def _trained_micro_batches(settings: ModelConfig, loader: BatchLoader) -> int | None:
     """How many micro-batches this process trains; None for a command that only measures."""
-    if not isinstance(settings, RunConfig):
+    if not settings.runs_steps:
         return None
-    if not isinstance(settings, TrainConfig):
-        return 0
     return settings.chunks * train_steps(settings, loader)
 
 
-def train_steps(settings: TrainConfig, loader: BatchLoader) -> int:
+def train_steps(settings: ModelConfig, loader: BatchLoader) -> int:
     return settings.steps or settings.epochs * loader.steps_per_epoch
 
 
@@ -356,11 +349,11 @@ def make_engine(
         least_rows=parts.loader.least_rows,
         schedule=partitioning.spec.schedule,
         checkpoint=checkpoint_mode(settings, len(partitioning.balance)),
-        deferred_batch_norm=isinstance(settings, TrainConfig) and settings.deferred_batch_norm,
+        deferred_batch_norm=settings.deferred_batch_norm,
         step_timeout=settings.step_timeout,
         data_parallel=settings.data_parallel,
-        shards_optimizer=isinstance(settings, TrainConfig) and settings.shard == "optimizer",
-        log_layers=isinstance(settings, TrainConfig) and settings.log.layers,
+        shards_optimizer=settings.shard == "optimizer",
+        log_layers=settings.log.layers,
         measure_utilization=measure_utilization,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.loader),
@@ -377,12 +370,10 @@ def make_engine(
 
 def _objective(settings: RunConfig, model: nn.Sequential) -> TrainingObjective:
     loss = make_loss(settings)
-    if not isinstance(settings, TrainConfig):
-        return TrainingObjective(loss, metrics_of(loss), precision=settings.precision)
     return TrainingObjective(
         loss,
         metrics_of(loss),
-        optimizer=optimizer_factory(settings, model),
+        optimizer=optimizer_factory(settings, model) if settings.trains else None,
         clip_grad_norm=settings.clip_grad_norm,
         precision=settings.precision,
     )

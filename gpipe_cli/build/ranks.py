@@ -28,7 +28,7 @@ from gpipe_cli.build.components import (
 from gpipe_cli.build.model import FEWER_PARAMETERS
 from gpipe_cli.build.parts import Partitioning, RunParts, build_parts, repeatable_order
 from gpipe_cli.config.job import Job, Summary, resume_command
-from gpipe_cli.config.schema import RunConfig, TrainConfig, TrainedConfig
+from gpipe_cli.config.schema import RunConfig, TrainedConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.groups import RankCoords, backends_for
 from gpipe_cli.distributed.world import World
@@ -70,9 +70,7 @@ def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts) -> Summary:
         describe_ranks(partitioning.workers, settings.data_parallel),
         step_timeout=settings.step_timeout,
         max_restarts=int(settings.engine.get("max_restarts", 0)),
-        resume_command=partial(resume_command, settings=settings)
-        if isinstance(settings, TrainConfig)
-        else None,
+        resume_command=partial(resume_command, settings=settings) if settings.trains else None,
     )
 
 

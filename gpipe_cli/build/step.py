@@ -19,7 +19,7 @@ from gpipe_cli.balance.size import TrainedBytes, memory_objective
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.optimizer import optimizer_factory
 from gpipe_cli.config.instantiate import instantiate
-from gpipe_cli.config.schema import CostConfig, ModelConfig, PlanConfig, RunConfig
+from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.engines.training_loss import DTYPES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import Measure, measure_of
@@ -59,8 +59,6 @@ def make_pipeline_spec(
 
 def checkpoint_mode(settings: ModelConfig, partitions: int) -> Checkpoint:
     """One mode for all partitions, or one for each; a command that does not train recomputes nothing."""
-    if not isinstance(settings, CostConfig):
-        return "never"
     try:
         return checked_checkpoint(settings.checkpoint, partitions)
     except ValueError as error:
@@ -101,7 +99,7 @@ def sample_must_fit(sample: Sample) -> Iterator[None]:
 
 def autocast_of(settings: ModelConfig, device_type: str = "cpu") -> AbstractContextManager[Any]:
     """The autocast of the run. The default is for meta tensors, which torch treats as CPU tensors here."""
-    dtype = DTYPES.get(settings.precision) if isinstance(settings, RunConfig | PlanConfig) else None
+    dtype = DTYPES.get(settings.precision)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
@@ -115,13 +113,13 @@ def make_memory(
 
 def memory_limit(settings: ModelConfig) -> int | None:
     """Bytes that a device may use at most."""
-    limit = settings.device_memory if isinstance(settings, CostConfig) else None
+    limit = settings.device_memory
     return None if limit is None else parse_bytes(limit)
 
 
 def trained_bytes(settings: ModelConfig, model: nn.Sequential) -> TrainedBytes:
     """Bytes of a parameter with its gradient and, for a command with an optimizer, its optimizer state."""
-    if not isinstance(settings, CostConfig):
+    if not settings.optimizer:
         return with_gradient({})
     return with_gradient(state_by_parameter(optimizer_factory(settings, model), model))
 

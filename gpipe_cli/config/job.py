@@ -11,7 +11,7 @@ from typing import Any, final
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.config.words import override_group, text_word
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 
@@ -80,10 +80,10 @@ class Job:
         return shlex.join(["gpipe", "train", *remaining])
 
 
-def resume_command(run: Path, settings: TrainConfig) -> str:
+def resume_command(run: Path, settings: ModelConfig) -> str:
     """The command to resume a run: its settings are saved in it, except for `allow`."""
     return shlex.join(["gpipe", "train", text_word("resume", run), *allow_override(settings)])
 
 
-def allow_override(settings: TrainConfig) -> list[str]:
+def allow_override(settings: ModelConfig) -> list[str]:
     return [f"allow=[{','.join(settings.allow)}]"] if settings.allow else []

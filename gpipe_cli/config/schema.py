@@ -9,7 +9,9 @@ torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import Any
 
 
@@ -72,8 +74,35 @@ class EarlyStopConfig:
     """How much better an evaluation must be to count as an improvement."""
 
 
+class NotConfigured:
+    """The values that a command computes with where it has no such key: what it builds needs to ask for no class."""
+
+    trains = False
+    runs_steps = False
+    uses_loss = False
+    plans = False
+    engine: Mapping[str, Any] = MappingProxyType({})
+    optimizer: Mapping[str, Any] = MappingProxyType({})
+    checkpoint: Any = "never"
+    clip_grad_norm: float | None = None
+    data_parallel = 1
+    deferred_batch_norm = False
+    device_memory: Any = None
+    ema: float | None = None
+    epochs = 0
+    freeze: Sequence[str] = ()
+    log = LogConfig()
+    precision = "fp32"
+    resume: str | None = None
+    run_dir: str | None = None
+    seed = 0
+    shard = "none"
+    steps: int | None = None
+    timeline: bool | None = None
+
+
 @dataclass
-class CommandConfig:
+class CommandConfig(NotConfigured):
     """The settings of a command."""
 
 
@@ -126,6 +155,7 @@ class EngineConfig(ModelConfig):
 class RunConfig(EngineConfig):
     """The keys that training and evaluation share."""
 
+    runs_steps = True
     # [Division into partitions]
     data_parallel: int = 1
     """Replicas of the pipeline, each with its share of every mini-batch; needs engine=processes. Their number changes
@@ -144,6 +174,7 @@ class RunConfig(EngineConfig):
 class CostConfig(ModelConfig):
     """The keys that, besides the model and its division, decide the cost of a training step."""
 
+    uses_loss = True
     # [Optimizer]
     optimizer: dict[str, Any] = field(default_factory=dict)
     """What updates the parameters; its state needs memory."""
@@ -159,6 +190,7 @@ class CostConfig(ModelConfig):
 
 @dataclass
 class TrainConfig(RunConfig, CostConfig):
+    trains = True
     # [Optimizer]
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     """How the learning rate changes over the run."""
@@ -227,6 +259,7 @@ class TrainedConfig(RunConfig, SavedConfig):
 
 @dataclass
 class EvalConfig(TrainedConfig):
+    uses_loss = True
     split: str = "test"
     """Which samples to evaluate: test, train, or validation, the part that data.validation holds out."""
     seed: int = 0
@@ -282,6 +315,7 @@ class ProfileConfig(EngineConfig, CostConfig):
 
 @dataclass
 class PlanConfig(CostConfig):
+    plans = True
     plan: PlanSearchConfig = field(default_factory=PlanSearchConfig)
     """How long planning may take."""
     device: Any = None

@@ -20,10 +20,7 @@ from gpipe_cli.build.optimizer import kept_state, optimizer_factory
 from gpipe_cli.build.step import autocast_of, make_sample, memory_limit, sample_must_fit
 from gpipe_cli.config.schema import (
     BalanceConfig,
-    CostConfig,
-    EngineConfig,
     ModelConfig,
-    RunConfig,
     TrainConfig,
 )
 from gpipe_cli.config.words import sets_key
@@ -35,7 +32,7 @@ from gpipe_cli.plan.order_search import order_problems, search_order
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample, frozen_layers, has_values
-from gpipe_cli.profiling.partition_memory import whole_state, with_bytes
+from gpipe_cli.profiling.partition_memory import with_bytes
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.measured_devices import room_to_measure
 from gpipe_cli.runs.directory import write_text
@@ -50,9 +47,8 @@ ORDER_FILE = "schedule.csv"
 
 def has_own_order(settings: ModelConfig) -> bool:
     """Whether the run needs an order that no module makes. Without backward, any schedule does the same."""
-    if not (isinstance(settings, CostConfig) and isinstance(settings, EngineConfig)):
-        return False
-    return settings.schedule.name in OWN_ORDERS and traits_of_engine(settings).has_partitions
+    trains_pipeline = bool(settings.optimizer and settings.engine) and settings.schedule.name in OWN_ORDERS
+    return trains_pipeline and traits_of_engine(settings).has_partitions
 
 
 def _reads_file(settings: ModelConfig) -> bool:
@@ -106,7 +102,7 @@ def known_schedule(
         return order
     if has_own_order(settings):
         return given or similar_schedule(partitions, devices)
-    in_ranks = isinstance(settings, RunConfig) and traits_of_engine(settings).needs_processes
+    in_ranks = settings.runs_steps and traits_of_engine(settings).needs_processes
     if in_ranks and partitions > devices and (devices == 1 or partitions % devices):
         # torch has no schedule for that, and without backward any order does the same.
         return FixedOrder(name, one_by_one(partitions, micro_batches, devices))
@@ -116,7 +112,7 @@ def known_schedule(
 def _wrong_numbers(
     settings: ModelConfig, order: FixedOrder, partitions: int, devices: int, micro_batches: int
 ) -> ConfigError:
-    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
+    replicas = settings.data_parallel
     cures = []
     if order.partitions != partitions:
         cures.append(f"partitions={order.partitions}")
@@ -160,7 +156,7 @@ def _described(order: FixedOrder) -> str:
 
 
 def choose_order(
-    settings: CostConfig,
+    settings: ModelConfig,
     model: nn.Sequential,
     loader: BatchLoader,
     balance: Sequence[int],
@@ -210,7 +206,7 @@ class _Costs:
 
     @staticmethod
     def of(
-        settings: CostConfig,
+        settings: ModelConfig,
         model: nn.Sequential,
         loader: BatchLoader,
         devices: Sequence[torch.device],
@@ -230,19 +226,19 @@ class _Costs:
         return f"{duration:.1f} ms" if self.in_milliseconds else f"{duration:.4g} FLOPs"
 
     def partitions(
-        self, settings: CostConfig, model: nn.Sequential, balance: Sequence[int], spec: PipelineSpec
+        self, settings: ModelConfig, model: nn.Sequential, balance: Sequence[int], spec: PipelineSpec
     ) -> list[PartitionCost]:
         """Durations and bytes of each partition."""
         times = self.layers.partitions(balance, spec)
         if self.facts is None:
             return times
-        kept = kept_state(settings) if isinstance(settings, TrainConfig) else whole_state
+        kept = kept_state(settings)
         optimizer = optimizer_factory(settings, model)
         return with_bytes(times, model, self.facts, balance, optimizer, kept, self.layers.frozen_layers)
 
 
 def _facts(
-    settings: CostConfig, model: nn.Sequential, sample: Sample, *, count_flops: bool
+    settings: ModelConfig, model: nn.Sequential, sample: Sample, *, count_flops: bool
 ) -> ModelFacts | None:
     with sample_must_fit(sample), autocast_of(settings):
         try:
@@ -251,7 +247,7 @@ def _facts(
             return None
 
 
-def _estimated(settings: CostConfig, model: nn.Sequential, sample: Sample, reason: str) -> _Costs:
+def _estimated(settings: ModelConfig, model: nn.Sequential, sample: Sample, reason: str) -> _Costs:
     facts = _facts(settings, model, sample, count_flops=True)
     # One more for each layer: those that only move data have none, and still take time.
     flops = [(1.0, 1.0)] * len(model)
@@ -263,7 +259,7 @@ def _estimated(settings: CostConfig, model: nn.Sequential, sample: Sample, reaso
 
 
 def _measured(
-    settings: CostConfig,
+    settings: ModelConfig,
     model: nn.Sequential,
     sample: Sample,
     devices: Sequence[torch.device],

@@ -152,7 +152,7 @@ class PlanSizes:
     def chooses_batch_size(self) -> bool:
         """Only `gpipe plan` does, since another batch size trains differently, and only if memory is limited."""
         settings = self.settings
-        if not isinstance(settings, PlanConfig) or settings.device_memory is None:
+        if not settings.plans or settings.device_memory is None:
             return False
         return settings.batch_size == PlanConfig.batch_size and not sets_key(self.overrides, "batch_size")
 

@@ -107,7 +107,7 @@ class Planner:
         self._deadline = (time.monotonic() if began is None else began) + settings.plan.budget
         estimated = estimated_devices(settings) if isinstance(settings, PlanConfig) else None
         # A run of several replicas is planned by its engine's keys; only an estimate has a pipeline of each.
-        self._replicas = settings.data_parallel if isinstance(settings, PlanConfig) else 1
+        self._replicas = settings.data_parallel if settings.plans else 1
         # Before anything is measured, because they may be refused.
         self._schedules, self._checkpoints = self._possible_schedules(), self._possible_checkpoints()
         self._loss = make_loss(settings)
@@ -120,9 +120,7 @@ class Planner:
         # For gpipe plan, devices=4 on a CPU means four machines like this one; devices=[cpu,cpu] means workers that
         # share the cores of this machine.
         on_cpu = all(device.type == "cpu" for device in self.devices)
-        self.separate_machines = (
-            on_cpu and isinstance(settings, PlanConfig) and isinstance(settings.devices, int)
-        )
+        self.separate_machines = on_cpu and settings.plans and isinstance(settings.devices, int)
         shares_cores = on_cpu and not self.separate_machines and estimated is None
         self._cores = available_cores() if shares_cores else None
         given = memory_limit(settings)

@@ -18,7 +18,7 @@ from gpipe_cli.build.optimizer import kept_state, optimizer_factory
 from gpipe_cli.build.parts import RunParts
 from gpipe_cli.config.job import Job
 from gpipe_cli.config.keys import chosen_options
-from gpipe_cli.config.schema import CostConfig, EngineConfig, TrainConfig
+from gpipe_cli.config.schema import CostConfig, TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.errors import RunError
@@ -178,7 +178,7 @@ def launch_facts(
     activations: the bytes each partition saves for backward, if known; resumed: the directory of a resumed run.
     """
     limit = settings.device_memory
-    has_timeline = isinstance(settings, EngineConfig) and traits_of_engine(settings).has_timeline
+    has_timeline = bool(settings.engine) and traits_of_engine(settings).has_timeline
     earlier = {} if resumed is None else _earlier_launch(resumed)
     before = earlier.get("commands", [])
     commands = before if before[-1:] == [job.line] else [*before, job.line]  # restarted ranks repeat it
