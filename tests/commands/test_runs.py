@@ -135,8 +135,8 @@ def test_a_hostile_file_becomes_a_note_of_its_row(gpipe: Gpipe, name: str) -> No
 
 
 def test_numbers_that_are_none_and_half_lines_are_left_out(gpipe: Gpipe) -> None:
-    text = '{"split": "eval", "step": 1e999, "top1": NaN}\nnonsense "eval"\n["eval"]\n{"split": "eval", "top1": true}\n{"st'
-    make_run("a", 1, metrics=text)
+    rows = ['{"split": "eval", "step": 1e999, "top1": NaN}', 'nonsense "eval"', '["eval"]']
+    make_run("a", 1, metrics="\n".join([*rows, '{"split": "eval", "top1": true}', '{"st']))
     (row,) = gpipe("runs", "--json").json
     assert (row["step"], row["last"], row["note"]) == (None, None, "metrics.jsonl: 2 damaged lines")
 
