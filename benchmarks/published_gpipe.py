@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
+from gpipe_cli.losses.cross_entropy import TokenCrossEntropy
 from gpipe_cli.models import amoebanetd, gpt
 from gpipe_cli.plan.device_costs import DeviceRun, Efficiency, estimate_costs
 from gpipe_cli.plan.devices import DEVICES, own_device

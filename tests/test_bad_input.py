@@ -229,6 +229,8 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train model.num_classes=ten", 2, "model.num_classes=ten: expected a whole number"),
     ("train data=mnist data.root=nowhere", 3, "nowhere"),
     ("train data.size=0", 2, "data.size=0"),
+    ("train data.workers=-1", 2, "data.workers=-1: must be a whole number of at least 0"),
+    ("train data.workers=true", 2, "data.workers=True: expected a whole number"),
     ("train data.timeout=0", 2, "data.timeout=0: must be a positive number of seconds"),
     (
         "train data.timeout=5",

@@ -198,7 +198,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("gpipe_cli.data.digits._HELD_OUT", 100)
+        patch.setattr("gpipe_cli.data.images._HELD_OUT", 100)
         assert main(["train", "steps=1", "batch_size=16", "run_dir=run"]) == 0
     return folder / "run"
 
@@ -216,7 +216,7 @@ def test_a_command_of_the_docs_works(
     gpipe: Gpipe, tmp_path: Path, line: str, request: pytest.FixtureRequest, monkeypatch: Any
 ) -> None:
     """One step, few samples and a minimum of measuring do not change whether the command line is correct."""
-    monkeypatch.setattr("gpipe_cli.data.digits._HELD_OUT", 100)  # evaluate every hundredth sample of a class
+    monkeypatch.setattr("gpipe_cli.data.images._HELD_OUT", 100)  # evaluate every hundredth sample of a class
     for example in EXAMPLES:
         shutil.copy(example, tmp_path)
     words = shlex.split(line)[1:]

@@ -31,7 +31,10 @@ def test_no_file_of_a_run_holds_what_a_reference_stands_for(
     small = ("model=gpt", "model.width=8", "model.depth=1", "model.heads=1", "batch_size=4", "log.every=1")
     words = ("data=text", "data.path=${oc.env:GPIPE_TEXT}", "run_dir=run", "engine=single", *small)
     assert gpipe("train", *words, "steps=1").code == 0
-    assert gpipe("train", "resume=run", "steps=2", "logger._target_=gpipe_cli.loggers.none.build").code == 0
+    assert (
+        gpipe("train", "resume=run", "steps=2", "logger._target_=gpipe_cli.loggers.protocol.NoLogger").code
+        == 0
+    )
     text.write_text("too short", encoding="utf-8")
     assert gpipe("train", "resume=run", "steps=3").code == 3
     holding = [

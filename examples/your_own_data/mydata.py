@@ -29,13 +29,12 @@ class Waves:
         return torch.sin((target + 1) * self._time) + noise, target
 
 
-def build(count: int = 600, workers: int = 0) -> Data:
+def build(count: int = 600) -> Data:
     """The function that `data._target_` names: training and held-out samples, and what a model must know of them."""
     return Data(
         train=Waves(count, seed=0),
         test=Waves(count // 4, seed=1_000_000),
         classes=3,
         shape=(64,),
-        workers=workers,
         class_names=("slow", "medium", "fast"),  # optional: what predictions are called
     )

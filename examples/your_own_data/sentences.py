@@ -40,7 +40,7 @@ class Sentences:
         return {"input_ids": words, "attention_mask": mask}, targets
 
 
-def build(count: int = 200, workers: int = 0) -> Data:
+def build(count: int = 200) -> Data:
     """The function that `data._target_` names."""
     train = Sentences(count, seed=0)
     return Data(
@@ -48,7 +48,6 @@ def build(count: int = 200, workers: int = 0) -> Data:
         test=Sentences(count // 4, seed=1),
         classes=WORDS,
         shape=(16,),
-        workers=workers,
         longest=train.longest,
     )
 

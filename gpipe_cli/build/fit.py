@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.step import make_loss, metrics_of
+from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import ModelConfig, TrainConfig
+from gpipe_cli.config.targets import current_name
 from gpipe_cli.data.loading import replica_part
 from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.losses.cross_entropy import TokenCrossEntropy
 from gpipe_cli.losses.measures import Measure, main_scores, predicts_numbers
-from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.pipeline.layer_check import (
     LayerMisfit,
     check_first_layer,
@@ -90,7 +92,11 @@ def _check_class_count(loader: BatchLoader, scores: int) -> None:
 
 
 def _loss_name(target: str) -> str:
-    return f"loss={target.split('.')[-2]}" if target.startswith("gpipe_cli.") else f"loss._target_={target}"
+    """The loss as the command line names it."""
+    names = (
+        f"loss={option.name}" for option in list_options("loss") if option.target == current_name(target)
+    )
+    return next(names, f"loss._target_={target}")
 
 
 def _check_classes(loader: BatchLoader, loss: str, target: Tensor) -> None:

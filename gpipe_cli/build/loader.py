@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,8 +21,14 @@ from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.losses.measures import predicts_numbers
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.pytree import ModelInput
+from gpipe_cli.values import check_whole_number
 
-SPLIT_KEYS: Mapping[str, Any] = {"validation": float | None, "drop_last": bool}
+OWN_KEYS: Mapping[str, Any] = {
+    "validation": float | None,
+    "drop_last": bool,
+    "workers": int,
+    "timeout": float | None,
+}
 """Keys of every dataset that gpipe uses itself, and their types."""
 
 
@@ -165,7 +172,7 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
     """data: used instead of the configured one, and not divided."""
     keys, numbers = {}, None
     if data is None:
-        keys = split_keys(settings)
+        keys = own_keys(settings)
         numbers = predicts_numbers(instantiate(settings.loss, "loss", settings.allow))
         data = instantiate(data_arguments(settings), "data", settings.allow)
     if not isinstance(data, Data):
@@ -179,7 +186,8 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
     # The seed of gpipe generate is one of sampling, not that of its run.
     seed = settings.seed if settings.uses_loss else 0
     divided = hold_out(data, keys.get("validation"), seed)
-    data = _normalized_for_model(settings, divided.data)
+    loading = {key: keys[key] for key in ("workers", "timeout") if key in keys}
+    data = replace(_normalized_for_model(settings, divided.data), **loading)
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
     if numbers is False and classes < data.classes:
@@ -208,17 +216,23 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
 
 def data_arguments(settings: ModelConfig) -> dict[str, Any]:
     """The `data` node without the keys that gpipe uses itself."""
-    own = split_keys(settings)
+    own = own_keys(settings)
     return {key: value for key, value in settings.data.items() if key not in own}
 
 
-def split_keys(settings: ModelConfig) -> dict[str, Any]:
-    """`data.validation` and `data.drop_last`, where the target of the data does not take them itself."""
+def own_keys(settings: ModelConfig) -> dict[str, Any]:
+    """The keys of the data that gpipe uses itself, because the target does not take them."""
     taken = accepted_arguments(settings.data, "data", settings.allow)
-    keys = {key: settings.data[key] for key in SPLIT_KEYS if key in settings.data and key not in taken}
-    for key, expected in SPLIT_KEYS.items():
-        if key in keys and (problem := type_mismatch(keys[key], expected)):
-            raise ConfigError(f"data.{key}={keys[key]}: {problem}")
+    keys = {key: settings.data[key] for key in OWN_KEYS if key in settings.data and key not in taken}
+    for key, value in keys.items():
+        if problem := type_mismatch(value, OWN_KEYS[key]):
+            raise ConfigError(f"data.{key}={value}: {problem}")
+    workers, timeout = keys.get("workers", 0), keys.get("timeout")
+    check_whole_number("data.workers", workers, least=0)
+    if timeout is not None and not 0 < timeout < math.inf:  # also false for nan
+        raise ConfigError(f"data.timeout={timeout}: must be a positive number of seconds")
+    if timeout is not None and not workers:
+        raise ConfigError(f"data.timeout={timeout}: has no effect with data.workers=0; set data.workers too")
     return keys
 
 

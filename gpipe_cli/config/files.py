@@ -17,6 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config.schema import GROUPS, SCHEMAS
+from gpipe_cli.config.targets import MOVED, with_current_names
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.safe_files import UnsafeFile, read_regular
 
@@ -32,8 +33,15 @@ _Events = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser wher
 
 
 def load_yaml(path: Path, *, base: Path | None = None) -> DictConfig | ListConfig:
-    """base: the run directory that the file belongs to; FileNotFoundError where it has none."""
-    return parse_yaml(read_config_text(path, base=base), str(path))
+    """The content of a file, which names targets as this version does.
+
+    base: the run directory that the file belongs to; FileNotFoundError where it has none.
+    """
+    text = read_config_text(path, base=base)
+    tree = parse_yaml(text, str(path))
+    if any(name in text for name in MOVED):  # an earlier version saved it
+        tree = OmegaConf.create(with_current_names(OmegaConf.to_container(tree)))
+    return tree
 
 
 def load_mapping(path: Path) -> dict[Any, Any]:

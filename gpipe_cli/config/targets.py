@@ -34,6 +34,17 @@ REMOVED_TABLES = (
 )
 REMOVED = {"gpipe_cli.data.csv_table.build": REMOVED_TABLES}
 """Targets that runs of earlier versions name, and what is left to do."""
+MOVED = {
+    "gpipe_cli.data.cifar.build": "gpipe_cli.data.images.build_cifar",
+    "gpipe_cli.data.digits.build": "gpipe_cli.data.images.build_digits",
+    "gpipe_cli.data.mnist.build": "gpipe_cli.data.images.build_mnist",
+    "gpipe_cli.data.shapes.build": "gpipe_cli.data.generated.build_shapes",
+    "gpipe_cli.data.synthetic.build": "gpipe_cli.data.generated.build_synthetic",
+    "gpipe_cli.loggers.none.build": "gpipe_cli.loggers.protocol.NoLogger",
+    "gpipe_cli.losses.auxiliary.AuxiliaryCrossEntropy": "gpipe_cli.losses.cross_entropy.AuxiliaryCrossEntropy",
+    "gpipe_cli.losses.token_cross_entropy.TokenCrossEntropy": "gpipe_cli.losses.cross_entropy.TokenCrossEntropy",
+}
+"""Targets that files of earlier versions name, and what they are called now."""
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no private segment
 
 
@@ -49,6 +60,22 @@ LIBRARIES = {
 """What a group accepts from torch and torchvision, and how the names begin; `_is_of_kind` judges the objects."""
 
 
+def current_name(target: Any) -> Any:
+    return MOVED.get(target, target) if isinstance(target, str) else target
+
+
+def with_current_names(node: Any) -> Any:
+    """The node with every target that has moved under its new name."""
+    if isinstance(node, list):
+        return [with_current_names(value) for value in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: current_name(value) if key == "_target_" else with_current_names(value)
+        for key, value in node.items()
+    }
+
+
 def check_targets(tree: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
     """Reject a tree that names a target its group does not accept, without importing anything."""
     for group, node in tree.items():
@@ -61,6 +88,7 @@ def check_targets(tree: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
 
 
 def check_target_name(path: str, target: Any, group: str, allow: Sequence[str]) -> None:
+    target = current_name(target)
     if group not in COMPONENT_GROUPS:
         raise ConfigError(f"{path}={target}: gpipe builds nothing from {group}; remove the _target_")
     if not isinstance(target, str) or not _NAME.fullmatch(target):
@@ -75,6 +103,7 @@ def check_target_name(path: str, target: Any, group: str, allow: Sequence[str]) 
 
 def resolve_target(path: str, target: Any, group: str, allow: Sequence[str]) -> Callable[..., Any]:
     """Judge the name and import the target, and make sure that the object behind the name is one the group accepts."""
+    target = current_name(target)
     check_target_name(path, target, group, allow)
     owner_name, _, attribute = target.rpartition(".")
     package = owner_name.partition(".")[0]

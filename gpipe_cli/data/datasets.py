@@ -1,5 +1,5 @@
-"""What a dataset is to gpipe, and what the dataset files share: the keys of all, seeds, images in memory, and a
-part of the training samples that is held out.
+"""What a dataset is to gpipe, and what the dataset files share: seeds, images in memory, and a part of the training
+samples that is held out.
 
 A dataset builder returns one `Data`: training samples, held-out samples, and what a model or transform must know.
 """
@@ -7,7 +7,6 @@ A dataset builder returns one `Data`: training samples, held-out samples, and wh
 from __future__ import annotations
 
 import gzip
-import math
 import os
 import zlib
 from dataclasses import dataclass, replace
@@ -81,17 +80,9 @@ class Data:
             raise DataError(f"data: has {len(self.class_names)} class names for {self.classes} classes")
 
 
-def check_common_keys(size: int | None, workers: int, timeout: float | None) -> None:
-    """Check the keys that every dataset has."""
+def check_size(size: int | None) -> None:
     if size is not None:
         check_whole_number("data.size", size, least=1)
-    check_whole_number("data.workers", workers, least=0)
-    if timeout is None:
-        return
-    if not 0 < timeout < math.inf:  # also false for nan
-        raise ConfigError(f"data.timeout={timeout}: must be a positive number of seconds")
-    if not workers:
-        raise ConfigError(f"data.timeout={timeout}: has no effect with data.workers=0; set data.workers too")
 
 
 def derived_seed(*parts: int | str) -> int:

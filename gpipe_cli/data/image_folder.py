@@ -13,7 +13,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data, check_common_keys, resize
+from gpipe_cli.data.datasets import Data, check_size, resize
 from gpipe_cli.errors import DataError
 from gpipe_cli.safe_files import read_regular
 
@@ -27,8 +27,6 @@ _MAX_BYTES = 2**28
 def build(
     root: str = "data/images",
     size: int | None = 224,
-    workers: int = 0,
-    timeout: float | None = None,
     *,
     path: str | None = None,
 ) -> Data:
@@ -36,7 +34,7 @@ def build(
 
     With size=null all images must have the same size. path: another name of root.
     """
-    check_common_keys(size, workers, timeout)
+    check_size(size)
     train_folder, test_folder = _folders("root" if path is None else "path", root if path is None else path)
     classes = sorted(_class_folders(train_folder))
     train = FolderSamples(train_folder, classes, size)
@@ -49,8 +47,6 @@ def build(
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
         flips=True,
-        workers=workers,
-        timeout=timeout,
         class_names=tuple(classes),
     )
 

@@ -35,11 +35,9 @@ def build(
     pack: bool = True,
     held_out: float = 0.1,
     cache: str | None = None,
-    workers: int = 0,
-    timeout: float | None = None,
 ) -> Data:
     """Hold out the last `held_out` share of the samples."""
-    spec = TokenSpec(path, context, pack, held_out, cache, workers, timeout)
+    spec = TokenSpec(path, context, pack, held_out, cache)
     if not isinstance(field, str) or not field:
         raise ConfigError(f"data.field={field}: must be the name of a field")
     files = find_files(path)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, final
 from PIL import Image
 from torch import Tensor
 
-from gpipe_cli.data.datasets import BatchedSamples, Data, Samples, check_common_keys
+from gpipe_cli.data.datasets import BatchedSamples, Data, Samples, check_size
 from gpipe_cli.data.image_folder import center_crop, image_to_tensor
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.pytree import ModelInput, flatten, unflatten
@@ -26,10 +26,8 @@ def build(
     test: Any,
     classes: int,
     size: int | None = None,
-    workers: int = 0,
-    timeout: float | None = None,
 ) -> Data:
-    check_common_keys(size, workers, timeout)
+    check_size(size)
     check_whole_number("data.classes", classes, least=1)
     for key, dataset in (("train", train), ("test", test)):
         if key == "test" and dataset is None:
@@ -46,8 +44,6 @@ def build(
         test_samples,
         classes=classes,
         shape=tuple(first.shape),
-        workers=workers,
-        timeout=timeout,
         class_names=_class_names(train, classes),
     )
 

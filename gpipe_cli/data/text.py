@@ -33,8 +33,6 @@ def build(
     context: int = 32,
     stride: int | None = None,
     held_out: float = 0.1,
-    workers: int = 0,
-    timeout: float | None = None,
     *,
     tokenizer: str | None = None,
     eos_token: str | None = None,
@@ -42,7 +40,7 @@ def build(
     cache: str | None = None,
 ) -> Data:
     """Make a window of `context` tokens every `stride` tokens; hold out the last `held_out` share of the text."""
-    spec = TokenSpec(str(_FILE) if path is None else path, context, pack, held_out, cache, workers, timeout)
+    spec = TokenSpec(str(_FILE) if path is None else path, context, pack, held_out, cache)
     if stride is not None:
         check_whole_number("data.stride", stride, least=1)
         if not pack:

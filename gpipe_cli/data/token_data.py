@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data, check_common_keys
+from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.documents import PIECE_BYTES, TextPiece, reading
 from gpipe_cli.data.token_cache import Piece, StoredTokens, TokenCache
 from gpipe_cli.data.tokenizer import ByteTokenizer, DocumentTokenizer
@@ -40,11 +40,8 @@ class TokenSpec:
     pack: bool
     held_out: float
     cache: str | None
-    workers: int
-    timeout: float | None
 
     def __post_init__(self) -> None:
-        check_common_keys(None, self.workers, self.timeout)
         check_whole_number("data.context", self.context, least=1)
         check_held_out(self.held_out)
         if not isinstance(self.pack, bool):
@@ -193,8 +190,6 @@ def _data(
         test,
         classes=tokenizer.vocabulary,
         shape=(spec.context,),
-        workers=spec.workers,
-        timeout=spec.timeout,
         tokenizer=tokenizer,
         notes=notes,
     )

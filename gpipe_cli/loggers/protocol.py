@@ -38,6 +38,20 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
+@final
+class NoLogger:
+    """logger=none: metrics go to metrics.jsonl only."""
+
+    def open(self, run: LoggedRun) -> None:
+        pass
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def import_package(package: str, option: str) -> Any:
     """Import the package of a service; gpipe installs none of them by default."""
     try:

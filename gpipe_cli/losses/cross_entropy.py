@@ -1,7 +1,11 @@
-"""Cross entropy of class scores, with one class per sample or per pixel; the class -100 is ignored."""
+"""Cross entropy: of classes per sample or pixel, of the next token, and for a model with auxiliary heads.
+
+Positions with the label -100, such as padding and the prompts of a chat, are ignored.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -10,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import (
     accuracy,
     are_pixel_scores,
@@ -17,6 +22,7 @@ from gpipe_cli.losses.measures import (
     scored_labels,
     scores_of,
     segmentation_accuracy,
+    token_accuracy,
 )
 from gpipe_cli.values import check_fraction
 
@@ -50,3 +56,66 @@ class CrossEntropy:
         if target.ndim == 1 or target.is_floating_point():
             return accuracy(scores, target)
         return segmentation_accuracy(scores, target, self.row_weights(target))
+
+
+@final
+@dataclass(frozen=True)
+class TokenCrossEntropy:
+    """Scores are [samples, tokens, vocabulary], as language models return them."""
+
+    predicts_numbers: ClassVar = False
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fraction("loss.label_smoothing", self.label_smoothing)
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        output = scores_of(output)
+        fits = isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == target.shape
+        expected = "scores [samples, tokens, vocabulary] and a token for each position [samples, tokens]"
+        check_shapes("token_cross_entropy", expected, output, target, fits=fits)
+        return cross_entropy(output.flatten(0, 1), target.flatten(), label_smoothing=self.label_smoothing)
+
+    def row_weights(self, target: Tensor) -> Tensor:
+        return scored_labels(target)
+
+    def measure(self, output: Any, target: Tensor) -> Mapping[str, float]:
+        return token_accuracy(scores_of(output), target)
+
+
+@final
+@dataclass(frozen=True)
+class AuxiliaryCrossEntropy:
+    """The cross entropy of a model's main output plus a share of that of each auxiliary head.
+
+    The main output is the first of a tuple or dict, and metrics are those of the main output. If a model returns only
+    the main output, as GoogLeNet does in evaluation, this is plain cross entropy.
+    """
+
+    predicts_numbers: ClassVar = False
+    weight: float = 0.4
+    """The weight of each auxiliary head; the main output has weight 1."""
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.weight >= 0 and math.isfinite(self.weight)):
+            raise ConfigError(f"loss.weight={self.weight}: must be a finite number of at least 0")
+        CrossEntropy(self.label_smoothing)  # checks the value
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        cross_entropy = CrossEntropy(self.label_smoothing)
+        main, *auxiliary = (cross_entropy(head, target) for head in _heads(output))
+        return sum((self.weight * loss for loss in auxiliary), start=main)
+
+    def row_weights(self, target: Tensor) -> Tensor:
+        return CrossEntropy(self.label_smoothing).row_weights(target)
+
+    def measure(self, output: Any, target: Tensor) -> Mapping[str, float]:
+        return CrossEntropy(self.label_smoothing).measure(_heads(output)[0], target)
+
+
+def _heads(output: Any) -> tuple[Any, ...]:
+    """Return all outputs, the main one first."""
+    if isinstance(output, dict):
+        return tuple(output.values())
+    return output if isinstance(output, tuple) else (output,)

@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from gpipe_cli.data import digits, shapes
 from gpipe_cli.data.datasets import Samples
+from gpipe_cli.data.generated import build_shapes
+from gpipe_cli.data.images import build_digits
 from tests.support.command_line import Gpipe, UserModule
 from tests.support.trained_runs import TrainedRun
 
@@ -34,8 +35,8 @@ def trained(gpipe: Gpipe, trained_run: TrainedRun, tmp_path: Path) -> Path:
     """A folder with a run, its exported weights and images."""
     trained_run("digits")
     assert gpipe("export", "run=run", "out=model.safetensors").code == 0
-    save_images(digits.build(size=8).test, tmp_path / "images", 3)
-    save_images(digits.build(size=8).test, tmp_path / "images" / "below", 2, (20, 12))
+    save_images(build_digits(size=8).test, tmp_path / "images", 3)
+    save_images(build_digits(size=8).test, tmp_path / "images" / "below", 2, (20, 12))
     return tmp_path
 
 
@@ -105,7 +106,7 @@ def test_files_that_are_no_images_are_named_and_the_others_predicted(
     predict: Gpipe, trained: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "mixed"
-    save_images(digits.build(size=8).test, folder, 1)
+    save_images(build_digits(size=8).test, folder, 1)
     whole = (folder / "0.png").read_bytes()
     (folder / "cut.png").write_bytes(whole[:50])
     (folder / "text.jpg").write_text("no image")
@@ -171,7 +172,7 @@ def test_a_segmentation_writes_masks_of_the_size_of_the_images(
     gpipe: Gpipe, trained_run: TrainedRun, tmp_path: Path
 ) -> None:
     trained_run("unet")
-    save_images(shapes.build(size=16).test, tmp_path / "images" / "below", 2, (30, 20))
+    save_images(build_shapes(size=16).test, tmp_path / "images" / "below", 2, (30, 20))
     Image.open(tmp_path / "images/below/0.png").save(tmp_path / "images/below/0.bmp")
     answer = gpipe("predict", "run=run", "input=images")
     assert answer.code == 2 and "out: give out=<folder>, a new folder for the masks" in answer.err
@@ -247,8 +248,8 @@ def test_a_run_on_a_table_says_that_tables_were_removed(gpipe: Gpipe, trained: P
     (trained / "run").rename(tmp_path / "old")
     config = tmp_path / "old/config.yaml"
     text = config.read_text()
-    assert text.count("gpipe_cli.data.digits.build") == 1
-    config.write_text(text.replace("gpipe_cli.data.digits.build", "gpipe_cli.data.csv_table.build"))
+    assert text.count("gpipe_cli.data.images.build_digits") == 1
+    config.write_text(text.replace("gpipe_cli.data.images.build_digits", "gpipe_cli.data.csv_table.build"))
     spec = tmp_path / "old/inference.json"
     spec.write_text(json.dumps({**json.loads(spec.read_text()), "feature_names": ["width", "height"]}))
     for words in (["train", "resume=old"], ["eval", "run=old"], ["predict", "run=old", "input=a.csv"]):

@@ -23,7 +23,7 @@ def test_the_defaults_are_a_complete_configuration() -> None:
     made = settings()
     assert isinstance(made, TrainConfig)
     assert made.model["name"] == "resnet18"
-    assert made.data["_target_"] == "gpipe_cli.data.digits.build"
+    assert made.data["_target_"] == "gpipe_cli.data.images.build_digits"
 
 
 def combinations() -> list[list[str]]:
@@ -119,11 +119,11 @@ def test_a_model_chooses_its_data_and_the_command_line_wins(tmp_path: Path) -> N
         encoding="utf-8",
     )
     made = settings("model=mine", config_dir=tmp_path)
-    assert made.data["_target_"] == "gpipe_cli.data.synthetic.build"
+    assert made.data["_target_"] == "gpipe_cli.data.generated.build_synthetic"
     assert made.loss["_target_"] == "gpipe_cli.losses.mse.MeanSquaredError"
     assert (
         settings("model=mine", "data=digits", config_dir=tmp_path).data["_target_"]
-        == "gpipe_cli.data.digits.build"
+        == "gpipe_cli.data.images.build_digits"
     )
 
 

@@ -135,3 +135,15 @@ def test_what_shipped_files_and_recipes_say_is_taken() -> None:
         text = path.read_text(encoding="utf-8")
         header = re.search(r"^# @package (\S+)", text)
         check_content(OmegaConf.to_container(parse_yaml(text, path.name)), header and header[1], path.name)
+
+
+def test_a_file_of_an_earlier_version_names_targets_as_this_version_does(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "data:\n  _target_: gpipe_cli.data.digits.build\n  root: ${seed}\nnote: gpipe_cli.data.digits.build\n"
+    )
+    tree = load_yaml(path)
+    assert OmegaConf.to_container(tree) == {
+        "data": {"_target_": "gpipe_cli.data.images.build_digits", "root": "${seed}"},
+        "note": "gpipe_cli.data.digits.build",
+    }

@@ -18,7 +18,7 @@ from torch import nn
 import gpipe_cli
 from gpipe_cli.config.instantiate import accepted_arguments
 from gpipe_cli.config.schema import COMPONENT_GROUPS
-from gpipe_cli.config.targets import accepts_name, accepts_object
+from gpipe_cli.config.targets import MOVED, accepts_name, accepts_object, own_targets, resolve_target
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.vision import torchvision
 
@@ -35,26 +35,23 @@ OURS = {
         "gpipe_cli.models.unet.build_standard",
     },
     "data": {
-        f"gpipe_cli.data.{name}.build"
-        for name in (
-            "cifar",
-            "digits",
-            "image_folder",
-            "jsonl",
-            "mnist",
-            "pair",
-            "shapes",
-            "synthetic",
-            "text",
-        )
+        "gpipe_cli.data.generated.build_shapes",
+        "gpipe_cli.data.generated.build_synthetic",
+        "gpipe_cli.data.image_folder.build",
+        "gpipe_cli.data.images.build_cifar",
+        "gpipe_cli.data.images.build_digits",
+        "gpipe_cli.data.images.build_mnist",
+        "gpipe_cli.data.jsonl.build",
+        "gpipe_cli.data.pair.build",
+        "gpipe_cli.data.text.build",
     },
     "transform": {f"gpipe_cli.data.transforms.{name}" for name in ("augment", "basic", "none")},
     "loss": {
-        "gpipe_cli.losses.auxiliary.AuxiliaryCrossEntropy",
+        "gpipe_cli.losses.cross_entropy.AuxiliaryCrossEntropy",
         "gpipe_cli.losses.cross_entropy.CrossEntropy",
         "gpipe_cli.losses.dice.Dice",
         "gpipe_cli.losses.mse.MeanSquaredError",
-        "gpipe_cli.losses.token_cross_entropy.TokenCrossEntropy",
+        "gpipe_cli.losses.cross_entropy.TokenCrossEntropy",
     },
     "balance": {
         f"gpipe_cli.balance.{name}.balance" for name in ("manual", "params", "size", "time", "uniform")
@@ -64,9 +61,12 @@ OURS = {
     "lr_schedule": {
         f"gpipe_cli.training.lr_schedules.{name}" for name in ("Constant", "Cosine", "OneCycle", "Step")
     },
-    "logger": {f"gpipe_cli.loggers.{name}.build" for name in ("mlflow", "none", "tensorboard", "wandb")},
+    "logger": {
+        "gpipe_cli.loggers.protocol.NoLogger",
+        *(f"gpipe_cli.loggers.{name}.build" for name in ("mlflow", "tensorboard", "wandb")),
+    },
 }
-"""What runs have saved in their config.yaml: none of these names may ever be missing, and none be added unseen."""
+"""What runs save in their config.yaml: a name may only go away if MOVED has it, and none be added unseen."""
 
 
 def modules() -> Iterator[ModuleType]:
@@ -101,6 +101,12 @@ def admitted(callables: dict[str, Any], group: str) -> dict[str, Any]:
         and (inspect.isclass(value) or inspect.isfunction(value))
         and accepts_object(name, value, group)
     }
+
+
+@pytest.mark.parametrize(("old", "new"), MOVED.items())
+def test_a_target_that_has_moved_is_the_component_that_it_was(old: str, new: str) -> None:
+    (group,) = (group for group in COMPONENT_GROUPS if new in own_targets(group))
+    assert resolve_target(f"{group}._target_", old, group, ()).__name__ == new.rpartition(".")[2]
 
 
 @pytest.mark.parametrize("group", COMPONENT_GROUPS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gpipe_cli.build.loader import SPLIT_KEYS
+from gpipe_cli.build.loader import OWN_KEYS
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.inference.spec import LOADING_KEYS
 
@@ -29,7 +29,7 @@ def builder_of(target: str) -> inspect.Signature:
 def test_its_keys_are_those_of_the_builder_with_the_same_defaults(path: Path) -> None:
     written = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(written, dict)
-    shared = {"data": tuple(SPLIT_KEYS), "model": LOADING_KEYS}.get(path.parent.name, ())
+    shared = {"data": tuple(OWN_KEYS), "model": LOADING_KEYS}.get(path.parent.name, ())
     keys = {key: value for key, value in written.items() if key not in ("_target_", "defaults", *shared)}
     parameters = dict(builder_of(str(written["_target_"])).parameters)
     # A vocabulary is its own key for the number of classes, and the command gives that too.
@@ -75,7 +75,7 @@ def test_the_facts_of_data_that_needs_no_files_are_true(name: str) -> None:
     path = CONF / "data" / f"{name}.yaml"
     node = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(node, dict)
-    data = instantiate({key: value for key, value in node.items() if key not in SPLIT_KEYS}, "data")
+    data = instantiate({key: value for key, value in node.items() if key not in OWN_KEYS}, "data")
     shape = "x".join(map(str, data.shape))
     facts = f"# facts: classes={data.classes} train={len(data.train)} test={len(data.test)} input={shape}"
     assert path.read_text().splitlines()[1] == facts

@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe_cli.data import digits, synthetic, transforms
+from gpipe_cli.data import transforms
 from gpipe_cli.data.datasets import Data, Samples
+from gpipe_cli.data.generated import build_synthetic
+from gpipe_cli.data.images import build_digits
 from gpipe_cli.data.loading import (
     batch_count,
     batches,
@@ -106,7 +108,7 @@ def test_the_order_is_the_same_in_every_version_of_gpipe() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "basic", "augment"])
 def test_samples_in_memory_and_one_by_one_give_the_same_bits(kind: str) -> None:
-    data = synthetic.build(shape=[3, 6, 6], length=20)
+    data = build_synthetic(shape=[3, 6, 6], length=20)
     transform = getattr(transforms, kind)(data).train
 
     class OneByOne:
@@ -121,7 +123,7 @@ def test_samples_in_memory_and_one_by_one_give_the_same_bits(kind: str) -> None:
 
 
 def test_an_augmented_sample_depends_on_epoch_and_index_not_on_its_batch() -> None:
-    data = synthetic.build(shape=[3, 6, 6], length=12)
+    data = build_synthetic(shape=[3, 6, 6], length=12)
     transform = transforms.augment(data).train
 
     def by_index(epoch: int, batch_size: int, shuffle: bool) -> dict[float, Tensor]:
@@ -138,7 +140,7 @@ def test_an_augmented_sample_depends_on_epoch_and_index_not_on_its_batch() -> No
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_no_global_generator_advances(workers: int) -> None:
-    data = synthetic.build(shape=[3, 6, 6], length=12)
+    data = build_synthetic(shape=[3, 6, 6], length=12)
     transform = transforms.augment(data).train
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     list(
@@ -150,7 +152,7 @@ def test_no_global_generator_advances(workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "workers"), [(synthetic.build(shape=[3, 6, 6], length=30), 1), (digits.build(), 3)]
+    ("data", "workers"), [(build_synthetic(shape=[3, 6, 6], length=30), 1), (build_digits(), 3)]
 )
 def test_workers_give_the_same_bits_as_none(data: Data, workers: int) -> None:
     keys = {"batch_size": 4, "seed": 0, "epoch": 3, "shuffle": True, "start": len(data.train) // 4 - 5}
@@ -253,7 +255,7 @@ def test_the_parts_of_all_replicas_are_the_batch_and_differ_by_one_sample_at_mos
     assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
 
 
-@pytest.mark.parametrize("samples", [Counting(7), synthetic.build(length=7).train])
+@pytest.mark.parametrize("samples", [Counting(7), build_synthetic(length=7).train])
 def test_replicas_together_read_the_batches_of_a_single_process(samples: Samples) -> None:
     """Seven samples in batches of three: the last batch has one sample, so two of three replicas get none."""
     whole = list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True))

@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe_cli.data import synthetic, transforms
+from gpipe_cli.data import transforms
 from gpipe_cli.data.datasets import Data, generator_for
+from gpipe_cli.data.generated import build_synthetic
 from gpipe_cli.errors import ConfigError
 
 
 @pytest.fixture
 def data() -> Data:
-    made_up = synthetic.build(shape=[3, 6, 6], length=8)
+    made_up = build_synthetic(shape=[3, 6, 6], length=8)
     return dataclasses.replace(made_up, mean=(0.1, 0.2, 0.3), std=(0.5, 1.0, 2.0), flips=True)
 
 
@@ -56,13 +57,13 @@ def test_explicit_statistics_take_precedence_over_the_datas(data: Data) -> None:
 
 
 def test_data_without_statistics_is_left_unchanged() -> None:
-    assert transforms.basic(synthetic.build()).train is None
+    assert transforms.basic(build_synthetic()).train is None
 
 
 @settings(max_examples=40)
 @given(padding=st.integers(0, 5), flip=st.booleans(), seed=st.integers(0, 2**60))
 def test_augment_returns_a_shifted_or_mirrored_image(padding: int, flip: bool, seed: int) -> None:
-    data = synthetic.build(shape=[1, 4, 5], length=1)
+    data = build_synthetic(shape=[1, 4, 5], length=1)
     input, _ = data.train[0]
     augment = transforms.augment(data, padding=padding, flip=flip).train
     assert augment is not None and augment.random
@@ -75,7 +76,7 @@ def test_augment_returns_a_shifted_or_mirrored_image(padding: int, flip: bool, s
 
 
 def test_augment_reaches_every_shift_and_both_orientations() -> None:
-    data = synthetic.build(shape=[1, 4, 4], length=1)
+    data = build_synthetic(shape=[1, 4, 4], length=1)
     input, _ = data.train[0]
     augment = transforms.augment(data, padding=1, flip=True).train
     assert augment is not None
@@ -123,10 +124,10 @@ def test_wrong_keys_are_named_with_their_values(data: Data) -> None:
     with pytest.raises(
         ConfigError, match=r"transform\.mean=\[0\], transform\.std=None: give both or neither"
     ):
-        transforms.basic(synthetic.build(shape=[1, 2, 2]), mean=[0])
+        transforms.basic(build_synthetic(shape=[1, 2, 2]), mean=[0])
     with pytest.raises(ConfigError, match=r"transform\.padding=-1: must be a whole number"):
         transforms.augment(data, padding=-1)
     with pytest.raises(
         ConfigError, match=r"transform=augment: works on images only, and the data has the shape \[4\]"
     ):
-        transforms.augment(synthetic.build(shape=[4]))
+        transforms.augment(build_synthetic(shape=[4]))

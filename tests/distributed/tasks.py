@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.losses.cross_entropy import CrossEntropy
+from gpipe_cli.losses.cross_entropy import CrossEntropy, TokenCrossEntropy
 from gpipe_cli.losses.dice import Dice
-from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.models import gpt, resnet, unet
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.sequential.selection import freeze

@@ -24,7 +24,7 @@ from gpipe_cli.inference.spec import (
 )
 from tests.support.command_line import Gpipe
 
-DATA = {"_target_": "gpipe_cli.data.digits.build", "size": 8}
+DATA = {"_target_": "gpipe_cli.data.images.build_digits", "size": 8}
 MODEL = {"_target_": "gpipe_cli.models.mlp.build", "width": 4, "depth": 1}
 LOSS = {"_target_": "gpipe_cli.losses.cross_entropy.CrossEntropy"}
 
@@ -66,7 +66,7 @@ def test_a_run_saves_names_statistics_shape_and_components(tmp_path: Path) -> No
         ({"model": {**MODEL, "num_classes": 12}}, {"classes": 12, "class_names": None}),
         ({"loss": {"_target_": "gpipe_cli.losses.mse.MeanSquaredError"}}, {"task": "regression"}),
         (
-            {"data": {"_target_": "gpipe_cli.data.shapes.build", "size": 16, "length": 4}},
+            {"data": {"_target_": "gpipe_cli.data.generated.build_shapes", "size": 16, "length": 4}},
             {"task": "segmentation", "target_shape": (16, 16), "classes": 4},
         ),
         ({"data": {"_target_": "gpipe_cli.data.text.build", "context": 8}}, {"task": "other", "shape": (8,)}),

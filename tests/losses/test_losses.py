@@ -17,15 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from gpipe_cli.errors import ConfigError, DataError
-from gpipe_cli.losses.cross_entropy import CrossEntropy
+from gpipe_cli.losses.cross_entropy import AuxiliaryCrossEntropy, CrossEntropy, TokenCrossEntropy
 from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.losses.mse import MeanSquaredError
-from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.pipeline.gpipe import PlainPipe
 
+TARGET = torch.tensor([0, 2, 1, 2])
 FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "loss").glob("*.yaml"))
 
 
@@ -241,6 +242,46 @@ def test_a_loss_without_a_measure_gets_accuracy() -> None:
     assert measure_of(dice) == dice.measure
 
 
+def test_each_auxiliary_head_counts_its_weight_in_a_tuple_and_in_a_dict() -> None:
+    main, first, second = torch.randn(3, 4, 3)
+    loss = AuxiliaryCrossEntropy(0.3)
+    expected = (
+        cross_entropy(main, TARGET) + 0.3 * cross_entropy(first, TARGET) + 0.3 * cross_entropy(second, TARGET)
+    )
+    assert torch.equal(loss((main, first, second), TARGET), expected)
+    assert torch.equal(loss({"out": main, "a": first, "b": second}, TARGET), expected)
+
+
+def test_a_single_output_without_auxiliary_ones_has_plain_cross_entropy() -> None:
+    scores = torch.randn(4, 3)
+    loss = AuxiliaryCrossEntropy(label_smoothing=0.1)
+    expected = cross_entropy(scores, TARGET, label_smoothing=0.1)
+    assert torch.equal(loss(scores, TARGET), expected)
+    assert torch.equal(loss((scores,), TARGET), expected)
+
+
+def test_only_the_main_output_of_several_is_measured() -> None:
+    right = torch.eye(3)[TARGET]
+    loss = AuxiliaryCrossEntropy()
+    for output in (right, (right, 1 - right), {"out": right, "aux": 1 - right}):
+        assert loss.measure(output, TARGET)["top1"] == 4
+    assert measure_of(loss) == loss.measure
+
+
+def test_pieces_of_a_batch_with_auxiliary_outputs_give_the_loss_of_the_whole() -> None:
+    outputs, masks = torch.randn(2, 5, 3, 4, 4).double(), torch.randint(3, (5, 4, 4))
+    loss = AuxiliaryCrossEntropy()
+    pieces = [slice(0, 3), slice(3, 5)]
+    parts = [loss(tuple(outputs[:, piece]), masks[piece]) * len(masks[piece]) / 5 for piece in pieces]
+    torch.testing.assert_close(sum(parts), loss(tuple(outputs), masks), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan")])
+def test_an_auxiliary_weight_that_is_none_is_refused(weight: float) -> None:
+    with pytest.raises(ConfigError, match=rf"loss\.weight={weight}: must be a finite number of at least 0"):
+        AuxiliaryCrossEntropy(weight)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_yaml_has_the_keys_of_its_loss_with_the_same_defaults(path: Path) -> None:
     written = OmegaConf.to_container(OmegaConf.load(path))
@@ -251,4 +292,3 @@ def test_a_yaml_has_the_keys_of_its_loss_with_the_same_defaults(path: Path) -> N
     if path.stem.startswith("auxiliary_"):  # for models whose heads have another weight
         defaults["weight"] = written["weight"]
     assert written == defaults
-    assert f"gpipe_cli.losses.{path.stem}".startswith(module)

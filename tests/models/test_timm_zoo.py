@@ -37,7 +37,7 @@ def test_inputs_are_normalized_as_the_model_was_trained() -> None:
     target = {"_target_": "gpipe_cli.models.timm_zoo.build", "name": "resnet18"}
     settings = ModelConfig(
         model=target,
-        data={"_target_": "gpipe_cli.data.digits.build"},
+        data={"_target_": "gpipe_cli.data.images.build_digits"},
         transform={"_target_": "gpipe_cli.data.transforms.basic"},
         loss={"_target_": "torch.nn.CrossEntropyLoss"},
     )

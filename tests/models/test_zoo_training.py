@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.losses.cross_entropy import CrossEntropy
+from gpipe_cli.losses.cross_entropy import CrossEntropy, TokenCrossEntropy
 from gpipe_cli.losses.dice import Dice
-from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.models import amoebanetd, gpt, mlp, unet
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.sequential import partition_uniform

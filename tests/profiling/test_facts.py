@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.losses.cross_entropy import CrossEntropy
-from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
+from gpipe_cli.losses.cross_entropy import CrossEntropy, TokenCrossEntropy
 from gpipe_cli.models import gpt, unet
 from gpipe_cli.models.resnet import build as resnet
 from gpipe_cli.profiling.facts import model_facts

@@ -167,7 +167,7 @@ REFUSED_TOO = {
     "seed=3": "seed=3: the run was started with 0",
     "batch_size=4": "batch_size=4: the run was started with 20",
     "data.length=65": "data.length=65: the run was started with 64",
-    "data=digits": "data._target_=gpipe_cli.data.digits",
+    "data=digits": "data._target_=gpipe_cli.data.images.build_digits",
     "chunk=3": "unknown key 'chunk'",
 }
 
