@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -168,7 +167,7 @@ def build_parts_in_ranks(
         order = repeatable_order(settings, order)
     shares = measures_layers(settings) or (order is None and has_own_order(settings))
     if not world.is_rank_zero and shares:
-        shared = json.loads(world.from_rank_zero(""))
+        shared = world.from_rank_zero(None)
         settings = _with_balance(settings, shared["balance"])
         order = order_from_text(shared["order"]) if shared["order"] else None
     without_running = job.dry_run or starts_ranks(settings)
@@ -193,7 +192,7 @@ def build_parts_in_ranks(
     partitioning = parts.partitioning
     if world.is_rank_zero and shares:
         shared = {"balance": partitioning.balance, "order": order_text(partitioning.spec)}
-        world.from_rank_zero(json.dumps(shared))
+        world.from_rank_zero(shared)
     if traits_of_engine(settings).needs_processes:
         # Late: torch.distributed.pipelining loads torch's compiler, which takes a while.
         from gpipe_cli.distributed.torch_schedule import check_placement

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ def _generate(trained: TrainedModel[GenerateConfig]) -> Summary:
     if (summary := trained.run_elsewhere(parts)) is not None:
         return summary
     given = _read_prompt(settings.prompt) if world.is_rank_zero else ""
-    prompt = json.loads(world.from_rank_zero(json.dumps(text.encode(given) if world.is_rank_zero else [])))
+    prompt = world.from_rank_zero(text.encode(given) if world.is_rank_zero else None)
     context = text.context
     if len(prompt) > context and world.is_rank_zero:
         print_status(

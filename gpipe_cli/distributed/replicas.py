@@ -19,7 +19,7 @@ from torch import Tensor, distributed, nn
 
 from gpipe_cli.distributed.gradient_buckets import make_buckets
 from gpipe_cli.distributed.groups import RankCoords
-from gpipe_cli.distributed.replica_shares import responsible_replicas
+from gpipe_cli.distributed.replica_assignment import assign_replicas
 from gpipe_cli.distributed.world import gather_numbers, sum_of_numbers
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, Moments
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, accumulate
@@ -215,7 +215,7 @@ class ParameterShards:
     def __init__(self, parameters: Sequence[nn.Parameter], coords: RankCoords) -> None:
         """parameters: those that this process trains, in the same order in every replica."""
         self._coords = coords
-        replicas = responsible_replicas([parameter.nbytes for parameter in parameters], coords.replicas)
+        replicas = assign_replicas([parameter.nbytes for parameter in parameters], coords.replicas)
         by_replica = [
             [parameter for parameter, replica in zip(parameters, replicas, strict=True) if replica == owner]
             for owner in range(coords.replicas)

@@ -8,19 +8,25 @@ ours.
 torch counts micro-batches from 0 in each flush and runs them in ascending order, so the stage counts along. The first
 stage takes its input from the batch state and the last one stores its output there, because torch would split both,
 and only evenly. Tensors are sent in the announced shape: torch would not notice a wrong one.
+
+Tensors arrive with the strides and the alignment that they had: both decide which kernels run, and with them the bits
+of results. torch's schedules carry contiguous memory only, and how an output or a gradient lies is known only once it
+is computed. So its sender says it in a store, on the host, the first time that a schedule runs; from then on both ends
+remember it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not re-exported
 from torch.distributed.pipelining import PipelineStage
 
-from gpipe_cli.distributed.boundary_layouts import BoundaryLayouts
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec, TensorSpec
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.groups import RankCoords
@@ -30,9 +36,12 @@ from gpipe_cli.pipeline.failures import add_note, failure_note
 from gpipe_cli.pipeline.forward_task import SavedForBackward
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.schedule.action import Action, Kind
+from gpipe_cli.torch_internals.tensor_memory import ALIGNMENT
 
 _LOSS = torch.empty((), device="meta", requires_grad=True)
 """The loss, which the last stage returns to torch; torch sends it nowhere, so its shape does not matter in eval."""
+Layout = list[int] | None
+"""How many elements behind an aligned address a tensor begins, then its strides; None if contiguous and aligned."""
 
 
 @final
@@ -43,13 +52,14 @@ class Stage(PipelineStage):
         entering: BoundarySpec,
         leaving: BoundarySpec | None,
         coords: RankCoords,
-        layouts: BoundaryLayouts,
+        store: Store,
         gradient_buckets: GradientBuckets | None,
         *,
         split: Collection[int],
     ) -> None:
-        """gradient_buckets: None if there are no other replicas to sum gradients with.
+        """store: of this schedule; ranks say in it how tensors lie.
 
+        gradient_buckets: None if there are no other replicas to sum gradients with.
         split: the micro-batches of a flush whose backward is split.
         """
         super().__init__(
@@ -65,7 +75,7 @@ class Stage(PipelineStage):
         self._partition = partition
         self._entering = entering
         self._leaving = leaving
-        self._layouts = layouts
+        self._layouts = BoundaryLayouts(store)
         self._gradient_buckets = gradient_buckets
         self._split = split
         self._running: BatchState | None = None
@@ -252,3 +262,68 @@ def _fits(kind: TensorSpec | None, tensor: Tensor | None) -> bool:
     if kind is None or tensor is None:
         return kind is None and tensor is None
     return kind.shape == tensor.shape and kind.dtype == tensor.dtype
+
+
+@final
+class BoundaryLayouts:
+    """Those of one stage. A place names a boundary, what crosses it, and the micro-batch."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, list[Layout]] = {}
+
+    def pack(self, place: str, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """Contiguous tensors to send. One that lies otherwise than the first in its place arrives as the first did."""
+        layouts = self._known.get(place)
+        if layouts is None:
+            layouts = self._known[place] = [None if each is None else _layout(each) for each in tensors]
+            self._store.set(place, json.dumps(layouts))
+        pairs = zip(tensors, layouts, strict=True)
+        return tuple([None if tensor is None else _packed(tensor, layout) for tensor, layout in pairs])
+
+    def unpack(self, place: str, tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+        """What was packed, as it lay before; detached."""
+        layouts = self._known.get(place)
+        if layouts is None:
+            layouts = self._known[place] = json.loads(self._store.get(place))
+            self._store.delete_key(place)
+        pairs = zip(tensors, layouts, strict=True)
+        return tuple([None if tensor is None else _unpacked(tensor, layout) for tensor, layout in pairs])
+
+
+def _layout(tensor: Tensor) -> Layout:
+    layout = [tensor.data_ptr() % ALIGNMENT // tensor.itemsize, *tensor.stride()]
+    # Not is_contiguous: the strides of dimensions of size 1 tell kernels whether an image is channels_last.
+    return None if layout == [0, *torch.empty(tensor.shape, device="meta").stride()] else layout
+
+
+def _packed(tensor: Tensor, layout: Layout) -> Tensor:
+    # No copy if the elements fill their memory, in whichever order.
+    return (
+        tensor.contiguous() if layout is None else tensor.permute(_order(layout)).contiguous().view_as(tensor)
+    )
+
+
+def _unpacked(tensor: Tensor, layout: Layout) -> Tensor:
+    tensor = tensor.detach()
+    if layout is None:
+        return tensor
+    order, strides = _order(layout), layout[1:]
+    tensor = tensor.view([tensor.shape[each] for each in order]).permute(
+        [*map(order.index, range(len(order)))]
+    )
+    if layout != [0, *tensor.stride()]:
+        # It had gaps, or elements under several names, or began elsewhere: what is before [1] is the offset.
+        memory = torch.empty_strided((2, *tensor.shape), layout, dtype=tensor.dtype, device=tensor.device)
+        # torch refuses to write an expanded dimension, whose elements are all one.
+        first = [slice(None if stride else 1) for stride in strides]
+        memory[1, *first].copy_(tensor[*first])
+        tensor = memory[1]
+    # No view, so that a layer may write it in place as it would write any output.
+    return tensor.detach()
+
+
+def _order(layout: list[int]) -> list[int]:
+    """The dimensions from the outermost to the innermost in memory."""
+    _, *strides = layout
+    return sorted(range(len(strides)), key=lambda dimension: -strides[dimension])

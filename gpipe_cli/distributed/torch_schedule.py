@@ -27,7 +27,6 @@ from torch.distributed import PrefixStore, pipelining  # type: ignore[attr-defin
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from gpipe_cli.distributed.boundary_layouts import BoundaryLayouts
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.groups import RankCoords
@@ -148,7 +147,7 @@ class TorchSchedule:
                 boundaries[partition.index],
                 following[partition.index],
                 coords,
-                BoundaryLayouts(store),
+                store,
                 gradient_buckets,
                 split=every if order is None else _split(order, partition.index),
             )

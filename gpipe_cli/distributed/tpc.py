@@ -8,18 +8,22 @@ tpc.setup_process_groups([("data", world_size / 2), ("pipe", 2)])
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
+from collections.abc import Iterable
 from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gpipe_cli.accelerator.devices import accelerators, is_accelerator
 from gpipe_cli.accelerator.streams import set_current_device
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.distributed.gradients import average_gradients, clip_grad_norm_
+from gpipe_cli.distributed.function_pipeline import forward_backward, forward_eval
+from gpipe_cli.distributed.gradient_buckets import summed_gradients
 from gpipe_cli.distributed.groups import (
     DATA,
     GLOBAL,
@@ -37,8 +41,8 @@ from gpipe_cli.distributed.groups import (
     is_last_in_pipeline_group,
     setup_process_groups,
 )
-from gpipe_cli.distributed.pipeline_step import forward_backward, forward_eval
-from gpipe_cli.errors import PeerError
+from gpipe_cli.distributed.world import sum_of_numbers
+from gpipe_cli.errors import ConfigError, NumericError, PeerError
 from gpipe_cli.sequential import flatten_model
 
 __all__ = [
@@ -166,3 +170,70 @@ def partition_balanced(flat_sequence: Layers, sequence: object = None) -> Layers
     begin = sum(balance[: get_group_rank(PIPE)])
     own: Layers = flat_sequence[begin : begin + balance[get_group_rank(PIPE)]]  # type: ignore[assignment]
     return own
+
+
+@torch.no_grad()
+def average_gradients(parameters: Tensor | Iterable[Tensor], rows: int | None = None) -> None:
+    """Replace each gradient by its mean over the group `data`; every process of the group calls it.
+
+    Call it once per step, when `forward_backward` has returned and before gradients are clipped. Give `rows`, the rows
+    of this replica's batch, where they may differ: then every row of all batches counts once. A gradient that some
+    replicas do not have counts as zero there; one that none has stays None.
+    """
+    own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not own:  # nor does any other process of the group, because they hold the same layers
+        return
+    if any(hasattr(parameter, "full_tensor") for parameter in own):
+        raise ConfigError(
+            "average_gradients: these parameters are sharded, by fully_shard for example, "
+            "which averages gradients itself; remove average_gradients"
+        )
+    group = get_group(DATA)
+    share = 1 / distributed.get_world_size(group)
+    if rows is not None:
+        share = rows / float(sum_of_numbers(torch.tensor([rows]), group))
+    for parameter in own:
+        # Scaled before the sum, because replicas with unequal rows have unequal shares.
+        if parameter.grad is not None:
+            parameter.grad.mul_(share)
+    for parameter, gradient in summed_gradients(own, group):
+        if parameter.grad is None:
+            parameter.grad = gradient.clone()
+        else:
+            parameter.grad.copy_(gradient)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Do what `torch.nn.utils.clip_grad_norm_` does on the whole model; call it in every process of the pipe.
+
+    Returns the norm before clipping. A parameter that several processes share is counted by each of them.
+    """
+    own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in own if parameter.grad is not None]
+    norm = get_total_norm(gradients, norm_type) if gradients else torch.zeros(())
+    # For parameters that fully_shard has divided it is a DTensor; importing that class to ask for it would be slow.
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = _pipe_norm(norm, norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise NumericError(f"the gradient norm over all processes of the pipe is {float(norm)}")
+    if gradients:
+        clip_grads_with_norm_(own, max_norm, norm.to(gradients[0].device))
+    return norm
+
+
+def _pipe_norm(norm: Tensor, norm_type: float) -> Tensor:
+    """Combine the norms of all processes: powers add up, norms do not; infinity norms take the maximum."""
+    largest = math.isinf(norm_type)
+    group = get_group(PIPE)
+    # On the device of the group, because a process without gradients has its norm on the CPU. In double precision: the
+    # square of a large float32 norm overflows.
+    powers = norm.to(device_of(group), torch.float64)
+    powers = powers if largest else powers**norm_type
+    operation = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
+    distributed.all_reduce(powers, op=operation, group=group)
+    return (powers if largest else powers ** (1 / norm_type)).to(norm.dtype)

@@ -96,12 +96,12 @@ class World:
         distributed.all_reduce(total, group=self.group)
         return total
 
-    def from_rank_zero(self, text: str) -> str:
-        """The text of rank 0; the text of the other ranks is ignored."""
-        return text if self.size == 1 else str(share_json(text, 0, self._group))
+    def from_rank_zero(self, value: Any) -> Any:
+        """The JSON value of rank 0; those of the other ranks are ignored."""
+        return value if self.size == 1 else broadcast_json(value, 0, self._group)
 
 
-def share_numbers(numbers: Tensor, source: int, group: ProcessGroup) -> Tensor:
+def broadcast_numbers(numbers: Tensor, source: int, group: ProcessGroup) -> Tensor:
     """The numbers of rank `source` of the group, as doubles; the other ranks pass as many, which are ignored."""
     shared = _doubles(numbers)
     distributed.broadcast(shared, group=group, group_src=source)
@@ -122,19 +122,19 @@ def gather_numbers(numbers: Tensor, group: ProcessGroup) -> Tensor:
     return rows
 
 
-def share_tensor(tensor: Tensor | None, source: int, group: ProcessGroup) -> Tensor:
+def broadcast_tensor(tensor: Tensor | None, source: int, group: ProcessGroup) -> Tensor:
     """The tensor of rank `source` of the group, on the CPU; the other ranks pass None."""
     header = None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-    dtype, shape = share_json(header, source, group)
+    dtype, shape = broadcast_json(header, source, group)
     own = torch.empty(shape, dtype=getattr(torch, dtype)) if tensor is None else tensor.to("cpu").contiguous()
     distributed.broadcast(own.view(-1), group=group, group_src=source)
     return own
 
 
-def share_json(value: Any, source: int, group: ProcessGroup) -> Any:
+def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
     """The value of rank `source` of the group; the values that other ranks pass are ignored."""
     text = encode(value)
-    length = int(share_numbers(torch.tensor([len(text)]), source, group))
+    length = int(broadcast_numbers(torch.tensor([len(text)]), source, group))
     if distributed.get_rank(group) != source:
         text = torch.empty(length, dtype=torch.uint8)
     distributed.broadcast(text, group=group, group_src=source)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gpipe_cli.distributed.groups import RankCoords
-from gpipe_cli.distributed.replica_shares import responsible_replicas
+from gpipe_cli.distributed.replica_assignment import assign_replicas
 from gpipe_cli.distributed.world import (
+    broadcast_json,
+    broadcast_numbers,
+    broadcast_tensor,
     gather_numbers,
-    share_json,
-    share_numbers,
-    share_tensor,
     sum_of_numbers,
 )
 from gpipe_cli.engines.protocol import StepFacts
@@ -119,7 +119,7 @@ class RankCollectives:
     def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
         names = self._shared_names(own) if measured else []
         numbers = self._of_replicas(own, names)
-        return _as_facts(share_numbers(numbers, self._coords.last_rank, self._coords.pipe), names)
+        return _as_facts(broadcast_numbers(numbers, self._coords.last_rank, self._coords.pipe), names)
 
     def facts_and_norms(
         self, own: StepFacts | None, norms: Tensor, *, measured: bool
@@ -151,12 +151,12 @@ class RankCollectives:
             # In the last rank of the first replica if in any: a short batch leaves later replicas without samples.
             names = sorted(own.sums) if own is not None else []
             if coords.has_output and coords.replicas > 1:
-                names = share_json(names, 0, coords.data)
-            self._sum_names = list(share_json(names, coords.last_rank, coords.pipe))
+                names = broadcast_json(names, 0, coords.data)
+            self._sum_names = list(broadcast_json(names, coords.last_rank, coords.pipe))
         return self._sum_names
 
     def from_last_rank(self, tensor: Tensor | None) -> Tensor:
-        return share_tensor(tensor, self._coords.last_rank, self._coords.pipe)
+        return broadcast_tensor(tensor, self._coords.last_rank, self._coords.pipe)
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
         # Replicas have equal gradients by now, so it is enough to ask the ranks of this pipe.
@@ -211,7 +211,7 @@ class RankCollectives:
     def _saved_names(self, owned: Sequence[Sequence[str]]) -> Iterator[str]:
         """The share of this replica; the first rank of all also saves what a module adds to its state_dict itself."""
         sizes = {name: tensor.nbytes for name, tensor in self._named_tensors()}
-        replicas = responsible_replicas([sizes[names[0]] for names in owned], self._coords.replicas)
+        replicas = assign_replicas([sizes[names[0]] for names in owned], self._coords.replicas)
         for names, replica in zip(owned, replicas, strict=True):
             if replica == self._coords.replica:
                 yield from names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 import warnings
 from dataclasses import dataclass
@@ -46,9 +45,7 @@ def find_files(given: Any, world: World) -> list[InputFile]:
     """
     paths = given if isinstance(given, list) else [given]
     files = dict.fromkeys(file for path in paths for file in _find(str(path)))
-    shared = json.loads(
-        world.from_rank_zero(json.dumps([[str(file.path), str(file.below)] for file in files]))
-    )
+    shared = world.from_rank_zero([[str(file.path), str(file.below)] for file in files])
     return [InputFile(Path(path), Path(below)) for path, below in shared]
 
 

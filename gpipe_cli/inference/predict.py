@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +50,7 @@ class Predictor:
             # Every rank reads every input. Should one of them fail where rank 0 succeeds, it takes zeros instead:
             # all ranks need batches of the same size.
             errors = [sample if isinstance(sample, str) else None for sample in samples]
-            errors = json.loads(self.world.from_rank_zero(json.dumps(errors)))
+            errors = self.world.from_rank_zero(errors)
             tensors = [
                 sample.input if isinstance(sample, PreparedInput) else inputs.zeros
                 for sample, error in zip(samples, errors, strict=True)

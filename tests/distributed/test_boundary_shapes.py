@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec, ShapeInference
-from gpipe_cli.distributed.rank_pipe import keep_only
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import CallerState
 from gpipe_cli.pytree import SINGLE, flatten
@@ -63,21 +62,3 @@ def test_a_layer_that_looks_at_values_is_named() -> None:
     sketch = ShapeInference(nn.Sequential(nn.Linear(2, 2), Looking()), [1, 1], CPU)
     with pytest.raises(ConfigError, match=r"layer '1' \(Looking\) looks at the values .* use engine=threads"):
         boundaries(sketch, torch.ones(1, 2), training=True)
-
-
-def test_layers_of_other_processes_have_no_storage_and_stay_tied() -> None:
-    model = make("tied", 1).model
-    names = list(model.state_dict())
-    keep_only(model, [model[0], model[1]], CPU)
-    assert list(model.state_dict()) == names
-    assert not any(parameter.is_meta for parameter in model[:2].parameters())
-    head = model[-1].scores.weight
-    assert head is model[0].tokens.weight, "its own layer uses it, so it is here"
-    foreign = [parameter for layer in model[2:] for parameter in layer.parameters() if parameter is not head]
-    assert foreign and all(parameter.is_meta for parameter in foreign)
-
-
-def test_parameters_shared_among_others_stay_one() -> None:
-    model = make("tied", 1).model
-    keep_only(model, [model[1]], CPU)
-    assert model[-1].scores.weight is model[0].tokens.weight and model[0].tokens.weight.is_meta

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.distributed.peer import Message, Peer
+from gpipe_cli.distributed.function_pipeline import Peer
+from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.schedule import names, traits
 from tests.distributed.own_order import THERE_AND_BACK
 from tests.distributed.rendezvous import RECEIVE, SEND, WAIT, Batch, Deadlock, Mismatch, Operation, run
@@ -141,7 +142,7 @@ def test_ranks_that_send_to_each_other_before_they_receive_are_found(
 ) -> None:
     """What forward_backward did: its outputs and gradients crossed one after the other."""
 
-    def send_then_receive(peer: Peer, message: Message) -> Message:
+    def send_then_receive(peer: Peer, message: PartitionInput) -> PartitionInput:
         peer.send(message)
         return peer.receive()
 

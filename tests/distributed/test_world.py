@@ -16,7 +16,7 @@ def agree(rank: int, ranks: int, folder: Path) -> None:
     world = World.current()
     assert (world.rank, world.size, world.is_rank_zero) == (rank, ranks, rank == 0)
     assert world.max(rank * 7) == 7 and world.min(rank - 3) == -3
-    assert world.from_rank_zero(f"grüß {rank}") == "grüß 0"
+    assert world.from_rank_zero([f"grüß {rank}", rank]) == ["grüß 0", 0]
 
 
 def test_several_processes_agree_on_numbers_and_on_the_text_of_rank_zero(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from gpipe_cli.distributed.replica_shares import responsible_replicas
+from gpipe_cli.distributed.replica_assignment import assign_replicas
 from gpipe_cli.errors import ResourceError, RunError
 from gpipe_cli.runs.snapshots.durable import CHUNK, UNFINISHED, FileDigest, remove
 from gpipe_cli.runs.snapshots.file_names import FILES, MODEL, expected_names, is_sharded, kind_of
@@ -129,7 +129,7 @@ def read_snapshot(
 def verify_part(snapshot: VerifiedSnapshot, part: int, parts: int) -> None:
     """Verify the files of one of `parts` processes that share this work; RunError if one of them is damaged."""
     names, files = sorted(snapshot.names), snapshot.manifest.files
-    shares = responsible_replicas([files[name].size for name in names], parts)
+    shares = assign_replicas([files[name].size for name in names], parts)
     own = [name for name, share in zip(names, shares, strict=True) if share == part]
     _read_files(snapshot.path, snapshot.manifest, own, wanted=())
 

@@ -1,28 +1,35 @@
-"""One step of a pipeline whose partitions are functions of yours, one in each process of the group `pipe`.
+"""One step of a pipeline whose partitions are the user's functions, one in each process, and the messages between them.
 
-Forward and backward alternate as early as possible (1f1b), and gradients add up in the order of the micro-batches. A
-micro-batch's loss weighs as much as its rows, so gradients are those of the mean loss of the whole batch.
+This is the Python API of `gpipe_cli.distributed`; `engine=processes` sends its tensors in `stage`. Forward and backward
+alternate as early as possible (1f1b), and gradients add up in the order of the micro-batches. A micro-batch's loss
+weighs as much as its rows, so gradients are those of the mean loss of the whole batch.
+
+A backend such as NCCL blocks a send until it is received, and runs the operations of a process in the order in which
+they were posted: two processes that each send before they receive would wait for each other forever. So
+`Peer.exchange` posts both directions as one batch, whose operations start together.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
+from torch.distributed import P2POp, ProcessGroup, Work
 
-from gpipe_cli.distributed.gradients import refusing_reducers
-from gpipe_cli.distributed.groups import PIPE, get_group
-from gpipe_cli.distributed.peer import P2PLink
+from gpipe_cli.distributed.groups import PIPE, device_of, get_group
+from gpipe_cli.distributed.world import broadcast_numbers, decode, encode
 from gpipe_cli.errors import ConfigError, PeerError
 from gpipe_cli.pipeline.boundary import Gradients, GradSink, PartitionInput, enter
 from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.microbatch import Batch, Value, gather, micro_batches
 from gpipe_cli.pytree import flatten, unflatten
+from gpipe_cli.torch_internals.gradient_reducers import noticing_reducers
 
 Inputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]] | None
 Forward = Callable[[Any], Any]
@@ -30,6 +37,12 @@ Forward = Callable[[Any], Any]
 Backward = Callable[[Any, Any], object]
 """Takes an output and its gradient; None for the gradient of a loss."""
 NO_INPUTS = -1
+_LENGTH_BYTES = 8
+_HEADER_BYTES = 1024
+"""A header up to this size is one message: enough for a dozen tensors."""
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+_NOTHING = PartitionInput((), ())
+"""What arrives at the ends of the pipe."""
 
 
 def forward_backward(
@@ -143,8 +156,8 @@ class _Step:
             waiting.append(result)
             if link.is_last:
                 losses.append(_loss(result.output).detach())
-            # The next process has a gradient to send by now, and the previous one its next output. `peer` says why
-            # sending and receiving must not follow each other here.
+            # The next process has a gradient to send by now, and the previous one its next output, so sending and
+            # receiving must not follow each other here.
             gradients = link.send_forward_receive_backward(result.output)
             # Oldest first in every process: receives match sends without tags, and gradients add up in one order.
             sent = self._run_backward(waiting.popleft(), gradients, backward)
@@ -161,7 +174,7 @@ class _Step:
         given = [*enter((received,), sink)[0], *self.inputs[part.index]]
         # The first micro-batch shows whether a wrapper reduces gradients; without gradients any wrapper is fine.
         checks_wrappers = part.index == 0 and torch.is_grad_enabled()
-        with refusing_reducers() if checks_wrappers else nullcontext():
+        with noticing_reducers(_refuse) if checks_wrappers else nullcontext():
             output = self.forward(given[0] if len(given) == 1 else given)
         value = _checked(tuple(output) if isinstance(output, list) else output)
         return _ForwardResult(part, sink, value if self.link.is_last else self._as_sent(value))
@@ -185,6 +198,15 @@ class _Step:
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         weighted = [loss * (part.size / self.rows) for loss, part in zip(losses, self.parts, strict=True)]
         return torch.stack(weighted).sum()
+
+
+def _refuse(wrapper: nn.Module) -> None:
+    # Such a wrapper counts on a backward after each forward, and leaves gradients unreduced in silence.
+    raise ConfigError(
+        f"fwd_fn: {type(wrapper).__name__} around the layers of a pipe gives wrong gradients, since several "
+        "micro-batches are under way at once; remove it and call "
+        "gpipe_cli.distributed.average_gradients(model.parameters()) after forward_backward"
+    )
 
 
 def _members(value: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
@@ -215,3 +237,172 @@ def _backward(output: Any, gradient: Any) -> None:
     used = [pair for pair in pairs if pair[1] is not None or gradient is None]
     if used:
         torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])
+
+
+@final
+class P2PLink:
+    """Sends values to the next process and gradients to the previous one, and receives the same from them.
+
+    At the ends of the pipe there is nobody to send to and nothing to receive. Use it in a `with` statement, which waits
+    until everything sent has arrived.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
+        self.is_first, self.is_last = self.rank == 0, self.rank == self.ranks - 1
+        device = device_of(group)
+        self._previous = None if self.is_first else Peer(self.rank - 1, group, device)
+        self._next = None if self.is_last else Peer(self.rank + 1, group, device)
+
+    def __enter__(self) -> P2PLink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # after a failure the neighbour may never receive it
+            for peer in (self._previous, self._next):
+                if peer is not None:
+                    peer.wait()
+
+    def from_first(self, number: int) -> int:
+        """The number of the first process; that of the others is ignored."""
+        return int(broadcast_numbers(torch.tensor([number]), 0, self._group))
+
+    def receive_forward(self) -> PartitionInput:
+        return self._previous.receive() if self._previous else _NOTHING
+
+    def send_forward(self, value: Value) -> None:
+        if self._next:
+            self._next.send(_message(value))
+
+    def receive_backward(self) -> Gradients:
+        return self._next.receive().tensors if self._next else ()
+
+    def send_backward(self, gradients: Gradients) -> None:
+        if self._previous:
+            self._previous.send(PartitionInput(gradients, ()))
+
+    def send_forward_receive_backward(self, value: Value) -> Gradients:
+        return self._next.exchange(_message(value)).tensors if self._next else ()
+
+    def send_backward_receive_forward(self, gradients: Gradients) -> PartitionInput:
+        return self._previous.exchange(PartitionInput(gradients, ())) if self._previous else _NOTHING
+
+
+def _message(value: Value) -> PartitionInput:
+    tensors = (value,) if isinstance(value, Tensor) else value
+    # Whether a tensor needs a gradient travels along: the receiver decides by it what to send back.
+    needs_grad = tuple(tensor.requires_grad for tensor in tensors)
+    return PartitionInput(tuple(tensor.detach() for tensor in tensors), needs_grad)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Sending:
+    works: Sequence[Work]
+    tensors: Sequence[Tensor]
+    """Their memory must stay allocated until they have arrived."""
+
+    @property
+    def has_arrived(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@final
+class Peer:
+    """Another rank of a group. What one of the two sends, the other must receive, and both must exchange together.
+
+    Every message says what it holds, so shapes, dtypes and the number of tensors may differ from one to the next.
+    """
+
+    def __init__(self, rank: int, group: ProcessGroup, device: torch.device) -> None:
+        """device: where tensors are when they are sent and received; the group needs a backend for it."""
+        self._rank, self._group, self._device = rank, group, device
+        self._sendings: list[_Sending] = []
+
+    def send(self, message: PartitionInput) -> None:
+        """Start to send a message; `wait` waits for its arrival."""
+        self._transfer(message, receives=False)
+
+    def receive(self) -> PartitionInput:
+        return self._transfer(None, receives=True)
+
+    def exchange(self, message: PartitionInput) -> PartitionInput:
+        """Send a message and receive one, neither before the other."""
+        return self._transfer(message, receives=True)
+
+    def wait(self) -> None:
+        """Wait until everything sent has arrived."""
+        for sending in self._sendings:
+            sending.wait()
+        self._sendings.clear()
+
+    def _transfer(self, message: PartitionInput | None, *, receives: bool) -> PartitionInput:
+        # Only the tensors are on the device: the host would have to wait for it to read what they are.
+        header = _header(message) if message is not None else _NO_BYTES
+        received = torch.empty(_HEADER_BYTES if receives else 0, dtype=torch.uint8)
+        self._post([header[:_HEADER_BYTES]], [received])
+        rest = torch.empty(_rest_length(received), dtype=torch.uint8)
+        self._post([header[_HEADER_BYTES:]], [rest])
+        table, needs_grad = _content(torch.cat([received, rest])) if receives else ([], ())
+        tensors = tuple([None if each is None else self._buffer(*each) for each in table])
+        given = [] if message is None else [tensor.to(self._device) for tensor in message.present]
+        arriving = PartitionInput(tensors, tuple(needs_grad))
+        self._post(_as_bytes(given), _as_bytes(arriving.present))
+        return arriving
+
+    def _buffer(self, dtype: str, shape: Sequence[int]) -> Tensor:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+
+    def _post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send and receive in one batch, without empty tensors. Wait unless nothing is received."""
+        # What has arrived is dropped, and its memory with it.
+        self._sendings = [sending for sending in self._sendings if not sending.has_arrived]
+        operation = partial(P2POp, group=self._group, group_peer=self._rank)
+        operations = [
+            operation(kind, tensor)
+            for kind, tensors in ((distributed.isend, outgoing), (distributed.irecv, incoming))
+            for tensor in tensors
+            if tensor.numel()
+        ]
+        if not operations:
+            return
+        sending = _Sending(distributed.batch_isend_irecv(operations), outgoing)
+        if any(tensor.numel() for tensor in incoming):
+            # Only once: gloo would wait a second time for a message that never comes.
+            sending.wait()
+        else:
+            self._sendings.append(sending)
+
+
+def _header(message: PartitionInput) -> Tensor:
+    """The dtypes and shapes of the tensors, and which need a gradient; before them their length, after them zeros."""
+    table = [
+        None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for tensor in message.tensors
+    ]
+    text = encode([table, message.needs_grad])
+    length = torch.tensor([len(text)]).view(torch.uint8)
+    return torch.cat([length, text, text.new_zeros(max(0, _HEADER_BYTES - len(length) - len(text)))])
+
+
+def _rest_length(header: Tensor) -> int:
+    """How many bytes of the header follow in another message."""
+    return max(0, _LENGTH_BYTES + _text_length(header) - _HEADER_BYTES) if len(header) else 0
+
+
+def _content(header: Tensor) -> Any:
+    return decode(header[_LENGTH_BYTES : _LENGTH_BYTES + _text_length(header)])
+
+
+def _text_length(header: Tensor) -> int:
+    return int(header[:_LENGTH_BYTES].view(torch.int64))
+
+
+def _as_bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Backends do not support every dtype."""
+    return [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_cli.distributed import forward_backward, partition_uniform, setup_process_groups
+from gpipe_cli.distributed.function_pipeline import Peer
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.boundary import PartitionInput
+from tests.distributed.posted_operations import recording
+from tests.distributed.rendezvous import RECEIVE, SEND
 from tests.distributed.seed_examples import (
     KEYWORDS,
     LABELS,
@@ -134,10 +137,10 @@ def test_floats_cross_in_the_dtype_asked_for(ranks: RankResults) -> None:
 
 @pytest.fixture
 def single_rank(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     setup_process_groups([("pipe", 1)])
     yield
-    torch.distributed.destroy_process_group()
+    distributed.destroy_process_group()
 
 
 def test_a_pipe_of_one_process_is_plain_training(single_rank: None) -> None:
@@ -165,14 +168,47 @@ def test_mistakes_are_named(single_rank: None, inputs: list[Tensor], more: dict[
         forward_backward(None, lambda rows: rows, None, inputs, **more)  # type: ignore[arg-type]
 
 
-def test_torchs_data_parallel_around_a_stage_is_refused_with_what_to_use_instead(single_rank: None) -> None:
-    """With more than one micro-batch its averages were of the first one only, without a word."""
-    stage = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-    with pytest.raises(ConfigError, match=r"DistributedDataParallel.*gpipe_cli\.distributed"):
-        forward_backward(None, lambda rows: stage(rows).mean(), None, torch.ones(4, 3), 2)
+def message(rank: int, count: int) -> PartitionInput:
+    kinds = [
+        torch.full((2, 3), float(rank)).t(),
+        torch.tensor(rank),
+        torch.empty(0, 4),
+        None,
+        torch.ones(3, dtype=torch.bool),
+        torch.full((5,), 1.5 + rank, dtype=torch.bfloat16),
+    ]
+    tensors = tuple(kinds[index % len(kinds)] for index in range(count))
+    return PartitionInput(tensors, tuple(index % 2 == rank for index in range(count)))
 
 
-def test_an_innocent_stage_is_not_taken_for_data_parallel(single_rank: None) -> None:
-    stage = nn.Linear(3, 1)
-    loss = forward_backward(None, lambda rows: stage(rows).mean(), None, torch.ones(4, 3), 2)
-    torch.testing.assert_close(loss, stage(torch.ones(4, 3)).mean().detach())
+def check(received: PartitionInput, expected: PartitionInput) -> None:
+    assert received.needs_grad == expected.needs_grad
+    for arrived, tensor in zip(received.tensors, expected.tensors, strict=True):
+        if tensor is None or arrived is None:
+            assert arrived is tensor
+        else:
+            assert arrived.dtype == tensor.dtype and torch.equal(arrived, tensor)
+
+
+def exchanges(rank: int, ranks: int, folder: Path) -> None:
+    world = distributed.group.WORLD
+    assert world is not None
+    other = 1 - rank
+    peer = Peer(other, world, torch.device("cpu"))
+    # 100 tensors need a longer header than the first message holds; the sides need not send the same.
+    for mine, theirs in ((5, 5), (0, 5), (100, 0), (100, 100)):
+        counts = (mine, theirs) if rank == 0 else (theirs, mine)
+        check(peer.exchange(message(rank, counts[0])), message(other, counts[1]))
+        if rank == 0:
+            peer.send(message(rank, mine))
+        else:
+            check(peer.receive(), message(other, mine))
+    peer.wait()
+    with recording() as recorder:
+        peer.exchange(message(rank, 3))
+    kinds = [sorted(operation.kind for operation in batch) for batch in recorder.program]
+    assert kinds == [[RECEIVE, SEND], [RECEIVE, RECEIVE, SEND, SEND]]
+
+
+def test_messages_of_any_size_arrive_and_both_directions_are_one_batch(tmp_path: Path) -> None:
+    run_ranks(exchanges, 2, tmp_path, 60)

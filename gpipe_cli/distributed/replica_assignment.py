@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def responsible_replicas(sizes: Sequence[int], replicas: int) -> list[int]:
+def assign_replicas(sizes: Sequence[int], replicas: int) -> list[int]:
     """For each tensor the replica that is responsible for it, so that all replicas get about equally many bytes.
 
     sizes: in bytes, in the same order in every replica.
@@ -27,6 +27,6 @@ def responsible_replicas(sizes: Sequence[int], replicas: int) -> list[int]:
 def largest_share(sizes: Sequence[int], state_sizes: Sequence[int], *, replicas: int) -> int:
     """The most that a replica has of what belongs to tensors of these sizes, if it has it for its own tensors only."""
     shares = [0] * replicas
-    for replica, size in zip(responsible_replicas(sizes, replicas), state_sizes, strict=True):
+    for replica, size in zip(assign_replicas(sizes, replicas), state_sizes, strict=True):
         shares[replica] += size
     return max(shares)
