@@ -23,7 +23,7 @@ from benchmarks.turns import PipeConfig, milliseconds, prepare
 from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.solver import neighbours
 from gpipe_cli.balance.time import balance
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 CASES = ("resnet50", "transformer")

@@ -145,7 +145,7 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
     from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
     from gpipe_cli.offload.building import store_on_tier
     from gpipe_cli.offload.tiers import DiskTier
-    from gpipe_cli.profiling.layers import Sample
+    from gpipe_cli.profiling.records import Sample
     from gpipe_cli.torch_internals.deferred_values import DeferredValues
 
     folder, values = Path(case["folder"]), DeferredValues()

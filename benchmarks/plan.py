@@ -32,9 +32,10 @@ from gpipe_cli.balance.solver import solve
 from gpipe_cli.plan.measured import SECONDS_OF_PHASES, MeasuredCosts
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import step_ms
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
+from gpipe_cli.profiling.layer_times import layer_times
+from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.phase_times import PhaseTimes, measure_phase_times
+from gpipe_cli.profiling.records import LayerTimes, Sample
 
 CASES = ("resnet50", "transformer", "mlp", "unet")
 SHAPES = (
@@ -82,7 +83,7 @@ class Bench:
     def __init__(self, case: Case) -> None:
         self.case = case
         self._layers = {shape.chunks: self._profile(shape.chunks) for shape in SHAPES}
-        self._kinds = model_facts(self._clean(), self._sample(1), count_flops=False).layer_sample()
+        self._kinds = model_stats(self._clean(), self._sample(1), count_flops=False).layer_sample()
         self._size: tuple[int, int] | None = None
         """The chunks and workers that were measured last."""
         self._rounds: dict[PipeConfig, list[PhaseTimes]] = defaultdict(list)
@@ -121,8 +122,8 @@ class Bench:
             split=False,
         )
 
-    def _profile(self, chunks: int) -> list[LayerProfile]:
-        return profile_layers(self._clean(), self._sample(chunks), seconds=0.0, repeats=3)
+    def _profile(self, chunks: int) -> list[LayerTimes]:
+        return layer_times(self._clean(), self._sample(chunks), seconds=0.0, repeats=3)
 
     def _sample(self, chunks: int) -> Sample:
         case = self.case

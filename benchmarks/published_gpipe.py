@@ -25,8 +25,8 @@ from gpipe_cli.models import amoebanetd, gpt
 from gpipe_cli.plan.device_costs import DeviceRun, Efficiency, estimate_costs
 from gpipe_cli.plan.devices import DEVICES, own_device
 from gpipe_cli.plan.step_time import simulated_step
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.sequential.without_storage import without_storage
 
@@ -77,11 +77,11 @@ LINES = (
 
 
 @cache
-def _facts(model: str) -> ModelFacts:
+def _facts(model: str) -> ModelStats:
     """Of a micro-batch of one row, or of two where batch norm needs them."""
     with without_storage():
         layers, sample = MODELS[model]()
-    return model_facts(layers, sample)
+    return model_stats(layers, sample)
 
 
 def _transformer() -> tuple[nn.Sequential, Sample]:

@@ -24,8 +24,8 @@ from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.device_costs import DeviceRun, Efficiency, LayerUpdate, estimate_costs
 from gpipe_cli.plan.devices import DEVICES
 from gpipe_cli.plan.step_time import step_ms
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.sequential.without_storage import without_storage
 
@@ -129,11 +129,11 @@ def _costs(row: Row, reached: Efficiency) -> LayerCosts:
 
 
 @cache
-def gpt_facts(hidden: int, layers: int, heads: int, sequence: int, rows: int) -> ModelFacts:
+def gpt_facts(hidden: int, layers: int, heads: int, sequence: int, rows: int) -> ModelStats:
     with without_storage():
         model = megatron_gpt.build(hidden, layers, heads, sequence, VOCABULARY)
     tokens = torch.zeros(rows, sequence, dtype=torch.long)
-    return model_facts(model, Sample(tokens, tokens, megatron_gpt.loss))
+    return model_stats(model, Sample(tokens, tokens, megatron_gpt.loss))
 
 
 @final

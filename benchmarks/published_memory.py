@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from benchmarks.published_torchgpipe import layer_balance
 from gpipe_cli.models import amoebanetd, unet
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.partition_memory import partition_memory
+from gpipe_cli.profiling.memory import partition_memory
+from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.sequential.without_storage import without_storage
 
@@ -133,7 +133,7 @@ def _estimate(model: Model, line: Published) -> list[float]:
     balance = layer_balance(modules, line.balance or [sum(modules)])
     target = torch.zeros(rows, dtype=torch.long)
     sample = Sample(torch.zeros(rows, 3, model.side, model.side), target, model.loss)
-    facts = model_facts(layers, sample, count_flops=False)
+    facts = model_stats(layers, sample, count_flops=False)
     spec = PipelineSpec("gpipe", len(balance), model.rows // rows, checkpoint)
     return [
         part.total_bytes / GIB for part in partition_memory(layers, facts, balance, spec, model.optimizer)

@@ -25,8 +25,8 @@ from gpipe_cli.plan.device_costs import DeviceRun, estimate_costs
 from gpipe_cli.plan.devices import DEVICES
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import step_ms
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.sequential.without_storage import without_storage
 
 ROWS = 2
@@ -175,7 +175,7 @@ def _samples_per_second(model: Model, lines: Sequence[Line]) -> list[float]:
     with without_storage():
         layers = model.build(**model_settings(model.recipe))
     target = torch.zeros(ROWS, dtype=torch.long)
-    facts = model_facts(layers, Sample(torch.zeros(ROWS, 3, model.side, model.side), target, model.loss))
+    facts = model_stats(layers, Sample(torch.zeros(ROWS, 3, model.side, model.side), target, model.loss))
     run = DeviceRun(DEVICES["p40"], one_process=True)
 
     def mini_batch_ms(line: Line, samples: int) -> float:

@@ -24,9 +24,9 @@ from benchmarks.cases import build
 from gpipe_cli import GPipe
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.plan.search_space import PlanShape
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.partition_memory import activation_bytes
+from gpipe_cli.profiling.memory import activation_bytes
+from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.records import Sample
 
 CASES = ("resnet50", "transformer", "unet")
 SHAPES = (
@@ -85,7 +85,7 @@ def _measure(name: str, shape: PlanShape) -> list[int]:
     sizes = [sum(parameter.numel() for parameter in layer.parameters()) + 1.0 for layer in case.model]
     balance = solve(sizes, shape.partitions).balance
     rows = [tensor.tensor_split(shape.chunks)[0] for tensor in (case.input, case.target)]
-    facts = model_facts(case.model, Sample(rows[0], rows[1], case.loss), count_flops=False)
+    facts = model_stats(case.model, Sample(rows[0], rows[1], case.loss), count_flops=False)
     activations = sum(activation_bytes(facts, balance, shape.spec()))
     gradients = sum(parameter.nbytes for parameter in case.model.parameters())
     before = _resident("VmRSS")

@@ -97,14 +97,14 @@ def _gpipe_backward(case: Case, rendezvous: Rendezvous, *, schedule: str, checkp
 
 def _gpipe_recorded(case: Case, rendezvous: Rendezvous) -> Step:
     """A step as `gpipe profile timeline=true` records it, including reading the recording."""
-    from gpipe_cli.profiling.action_recorder import ActionRecorder
+    from gpipe_cli.profiling.timeline import ActionRecorder
 
     pipe = _gpipe_pipe(case, "gpipe", "never")
     pipe.recorder = record = ActionRecorder(pipe.devices)
 
     def step() -> None:
         pipe.step(case.input, case.target, case.loss)
-        record.pieces()
+        record.spans()
         record.clear()
 
     return step
@@ -114,8 +114,8 @@ def _gpipe_auto(case: Case, rendezvous: Rendezvous) -> Step:
     """The order that schedule=auto finds for the case's balance, from costs that are measured here and now."""
     from gpipe_cli.plan.measured import measure_costs
     from gpipe_cli.plan.order_search import order_problems, search_order
-    from gpipe_cli.profiling.cache import ProfileCache
-    from gpipe_cli.profiling.layers import Sample
+    from gpipe_cli.profiling.measurements import ProfileCache
+    from gpipe_cli.profiling.records import Sample
     from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
     devices, cores = [torch.device(device) for device in DEVICES], len(DEVICES)

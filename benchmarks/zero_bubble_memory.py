@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.published_gpt import ADAM, HALF, gpt_facts
 from benchmarks.zero_bubble import ROWS, SCHEDULES, Row
-from gpipe_cli.profiling.partition_memory import activation_bytes
+from gpipe_cli.profiling.memory import activation_bytes
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 GIB = 2**30

@@ -7,24 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from torch import nn
 
 from gpipe_cli.balance.memory_objective import MemoryObjective, WithinMemory
 from gpipe_cli.balance.solver import Additive, Objective, Solution, minimize, sums
+from gpipe_cli.profiling.records import LayerTimes
 
 Balancer = Callable[..., list[int]]
 TORCHGPIPE_ORDER = ("partitions", "module", "sample")
-
-
-class TimedLayer(Protocol):
-    """A layer's times for one micro-batch."""
-
-    @property
-    def forward_ms(self) -> float: ...
-    @property
-    def backward_ms(self) -> float: ...
 
 
 @final
@@ -38,7 +30,7 @@ class BalanceResult:
     """The cost of each partition by the method's objective, which need not be the sum of its layers' costs."""
     lower_bound: float
     """The costliest partition of any balance (that fits, if there is a memory limit) costs at least this."""
-    phases: Sequence[TimedLayer] = ()
+    phases: Sequence[LayerTimes] = ()
     """The forward and backward of each layer in this unit, where the method knows them."""
 
     @classmethod

@@ -15,8 +15,8 @@ from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective, Skip
 from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
 from gpipe_cli.balance.solver import require_layers
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
@@ -33,14 +33,12 @@ def memory_objective(
     module: nn.Sequential, sample: Sample, spec: PipelineSpec, trained: TrainedBytes, limit: int | None = None
 ) -> MemoryObjective:
     """What partitions of the module need for micro-batches like the sample."""
-    return memory_objective_from_facts(
-        module, model_facts(module, sample, count_flops=False), spec, trained, limit
-    )
+    return memory_objective_of(module, model_stats(module, sample, count_flops=False), spec, trained, limit)
 
 
-def memory_objective_from_facts(
+def memory_objective_of(
     module: nn.Sequential,
-    facts: ModelFacts,
+    facts: ModelStats,
     spec: PipelineSpec,
     trained: TrainedBytes,
     limit: int | None = None,

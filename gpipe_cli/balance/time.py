@@ -17,7 +17,7 @@ from torch import nn
 from gpipe_cli.accelerator.devices import Device, device_here
 from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
-from gpipe_cli.balance.result import BalanceResult, TimedLayer, either_order, solve_within
+from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
 from gpipe_cli.balance.solver import (
     Additive,
     AdditiveByPartition,
@@ -29,9 +29,10 @@ from gpipe_cli.balance.solver import (
 )
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
-from gpipe_cli.profiling.cache import ProfileCache
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import MOST_REPEATS, LayerTimes, Sample, frozen_layers, has_values
+from gpipe_cli.profiling.layer_times import MOST_REPEATS
+from gpipe_cli.profiling.measurements import ProfileCache
+from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, has_values
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
@@ -66,7 +67,7 @@ def balance(
     require_layers(len(module), partitions)
     usable = profiles if profiles is not None else ProfileCache(None)
     repeats = MOST_REPEATS if measure == "always" else measured_repeats(trained_micro_batches)
-    layers: Sequence[TimedLayer] | None = None
+    layers: Sequence[LayerTimes] | None = None
     if cache:
         layers = usable.stored_times(module, sample, seconds, repeats)
     unit = "ms"
@@ -84,7 +85,7 @@ def measured_repeats(trained: int | None) -> int:
 
 
 def balance_times(
-    layers: Sequence[TimedLayer],
+    layers: Sequence[LayerTimes],
     spec: PipelineSpec,
     frozen: int = 0,
     within: MemoryObjective | None = None,
@@ -112,7 +113,7 @@ def balance_times(
 
 def _measured_or_estimated(
     profiles: ProfileCache, module: nn.Sequential, sample: Sample, seconds: float, repeats: int
-) -> tuple[Sequence[TimedLayer], str]:
+) -> tuple[Sequence[LayerTimes], str]:
     """The times of all layers and their unit."""
     if repeats < LEAST_REPEATS:
         reason = "the run is too short to gain from a measurement"
@@ -126,7 +127,7 @@ def _measured_or_estimated(
                 raise
             reason = "the whole model does not fit on one device"
     try:
-        flops = model_facts(module, sample).flops
+        operations = model_stats(module, sample).operations
     except Exception as error:  # noqa: BLE001 - a layer that fails in training too fails there with its place
         profiles.origin = (
             f"the same cost for every layer, since {reason} and their FLOPs cannot be counted "
@@ -134,16 +135,18 @@ def _measured_or_estimated(
         )
         return [LayerTimes(1.0, 1.0) for _ in module], "layers"
     profiles.origin = f"estimated from FLOPs, since {reason}; balance.measure=always measures the layers"
-    return [LayerTimes(float(layer.forward), float(layer.backward)) for layer in flops], "FLOPs"
+    return [
+        LayerTimes(float(layer.forward_flops), float(layer.backward_flops)) for layer in operations
+    ], "FLOPs"
 
 
-def _objective(layers: Sequence[TimedLayer], spec: PipelineSpec, frozen: int) -> Objective:
+def _objective(layers: Sequence[LayerTimes], spec: PipelineSpec, frozen: int) -> Objective:
     """The cost of a layer depends on its partition if partitions do not all recompute as much."""
     recomputing = _recomputing_objective(layers, spec)
     return FrozenStart(Additive(layer_costs(layers, 0)), recomputing, frozen) if frozen else recomputing
 
 
-def _recomputing_objective(layers: Sequence[TimedLayer], spec: PipelineSpec) -> Objective:
+def _recomputing_objective(layers: Sequence[LayerTimes], spec: PipelineSpec) -> Objective:
     by_stop = {
         stop: Additive(layer_costs(layers, stop / spec.micro_batches)) for stop in set(spec.checkpoint_stops)
     }
@@ -152,13 +155,13 @@ def _recomputing_objective(layers: Sequence[TimedLayer], spec: PipelineSpec) -> 
     return AdditiveByPartition([by_stop[stop] for stop in spec.checkpoint_stops])
 
 
-def layer_costs(layers: Sequence[TimedLayer], recomputed: float) -> list[float]:
+def layer_costs(layers: Sequence[LayerTimes], recomputed: float) -> list[float]:
     """Milliseconds of each layer for one micro-batch, if this share of the micro-batches is recomputed."""
     return [layer.forward_ms * (1 + recomputed) + layer.backward_ms for layer in layers]
 
 
 def partition_costs(
-    layers: Sequence[TimedLayer], balance: Sequence[int], frozen: int = 0
+    layers: Sequence[LayerTimes], balance: Sequence[int], frozen: int = 0
 ) -> list[PartitionCost]:
     """For the simulator; a recomputation counts as another forward, and the first `frozen` layers need none."""
     costs = []

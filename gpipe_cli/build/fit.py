@@ -29,7 +29,7 @@ from gpipe_cli.pipeline.layer_check import (
     run_copy,
 )
 from gpipe_cli.pipeline.microbatch import micro_batches
-from gpipe_cli.profiling.layers import has_values
+from gpipe_cli.profiling.records import has_values
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.runs.snapshots.manager import monitor_error
 from gpipe_cli.sequential import original_output

@@ -50,8 +50,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.building import StoredModel, store_on_tier
 from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.pipeline.microbatch import micro_batches
-from gpipe_cli.profiling.cache import ProfileCache, default_folder
-from gpipe_cli.profiling.layers import has_values
+from gpipe_cli.profiling.measurements import ProfileCache, default_folder
+from gpipe_cli.profiling.records import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.chosen_order import (

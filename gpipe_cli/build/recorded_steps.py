@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -25,16 +26,15 @@ from gpipe_cli.engines.threads import make_pipe
 from gpipe_cli.offload.sizing import layer_bytes
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.microbatch import moved
-from gpipe_cli.profiling.action_recorder import Piece
-from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.partition_memory import resident_memory
+from gpipe_cli.profiling.memory import resident_memory
+from gpipe_cli.profiling.records import Sample, preserved
 from gpipe_cli.profiling.timeline import (
     BalanceGain,
     StepTimeline,
     compare_with_ideal,
     diagnose,
     median_step,
-    record_steps,
+    run_steps,
 )
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_facts, print_rows
@@ -72,11 +72,14 @@ def record_timeline(
     with _recorded_pipe(settings, parts, sample) as pipe:
         input, target = moved(input, pipe.input_device), moved(target, pipe.output_device)
         reset_peaks(pipe.devices)
-        steps = record_steps(pipe, input, target, sample.loss, settings.steps)
+        with preserved(pipe):
+            steps = run_steps(
+                pipe, partial(pipe.step, input, target, sample.loss, key=0), least=settings.steps
+            )
         peaks = [peak_bytes(device) for device in pipe.devices]
     names = [f"{unit} {index} ({row['device']})" for index, row in enumerate(parts.partitions)]
     summary = _summary(median_step(steps), ideal, parts, activations, peaks, gain)
-    return Timeline(steps, as_step(ideal), names, summary)
+    return Timeline(steps, StepTimeline.simulated(ideal), names, summary)
 
 
 def print_timeline(timeline: Timeline) -> None:
@@ -105,16 +108,6 @@ def print_timeline(timeline: Timeline) -> None:
             **explanation,
             "to try": "; ".join(summary["advice"]),
         },
-    )
-
-
-def as_step(simulation: Simulation) -> StepTimeline:
-    """A simulated step in the form of a recorded one."""
-    return StepTimeline(
-        tuple(
-            Piece(span.action, span.phase, span.begin / 1000, span.end / 1000, span.worker)
-            for span in simulation.spans
-        )
     )
 
 
@@ -218,5 +211,5 @@ def _summary(
             for index in range(spec.partitions)
         ],
         **asdict(diagnosis),
-        "explanation": compare_with_ideal(step, as_step(ideal), spec.cores),
+        "explanation": compare_with_ideal(step, StepTimeline.simulated(ideal), spec.cores),
     }

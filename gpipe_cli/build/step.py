@@ -25,8 +25,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import Measure, measure_of
 from gpipe_cli.pipeline.loss import LossFunction, row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint

@@ -17,7 +17,6 @@ from gpipe_cli.build.components import check_components
 from gpipe_cli.build.fit import with_least_rows
 from gpipe_cli.build.loader import make_loader
 from gpipe_cli.build.model import build_without_storage, make_model
-from gpipe_cli.build.recorded_steps import as_step
 from gpipe_cli.build.step import make_loss
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import PlanConfig
@@ -114,7 +113,7 @@ def _step(best: Prediction, planned: Planned) -> StepTimeline | None:
     if best.shape.actions > MOST_ACTIONS or best.shape.partitions > LARGEST_PICTURE:
         return None
     spec = best.shape.spec(planned.cores)
-    return as_step(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))
+    return StepTimeline.simulated(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))
 
 
 def _train_command(settings: PlanConfig, best: Prediction, job: Job) -> str:

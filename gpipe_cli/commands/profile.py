@@ -7,6 +7,7 @@ the whole pipeline.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
@@ -20,9 +21,10 @@ from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Batch
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import LayerProfile, Sample, frozen_layers, profile_layers
-from gpipe_cli.profiling.partition_memory import activation_bytes
+from gpipe_cli.profiling.layer_times import layer_stats, layer_times
+from gpipe_cli.profiling.memory import activation_bytes
+from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers
 from gpipe_cli.profiling.timeline import BalanceGain
 from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
 from gpipe_cli.report.page.render import PAGE
@@ -63,9 +65,9 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     timeline = None
     if settings.measure:
         with report_out_of_memory("measuring the layers on one device", CURE):
-            layers = profile_layers(parts.model, sample, seconds=settings.seconds)
-        times = [{"forward_ms": layer.forward_ms, "backward_ms": layer.backward_ms} for layer in layers]
-        rows = layer_rows([layer.facts for layer in layers], times, balance)
+            untimed = layer_stats(parts.model, sample)
+            layers = layer_times(parts.model, sample, seconds=settings.seconds)
+        rows = layer_rows(untimed, [asdict(times) for times in layers], balance)
         ideal = spec.simulate(partition_costs(layers, balance, frozen_layers(parts.model, sample)))
         activations = _activations(parts, sample)
         summary |= {
@@ -79,9 +81,9 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
             timeline = record_timeline(settings, parts, sample, ideal, activations, gain)
             summary["timeline"] = timeline.summary
     else:
-        facts = model_facts(parts.model, sample)
-        activations = activation_bytes(facts, balance, spec)
-        rows = flop_rows(facts, balance)
+        stats = model_stats(parts.model, sample)
+        activations = activation_bytes(stats, balance, spec)
+        rows = flop_rows(stats, balance)
         summary |= _sums(rows)
     summary |= {"layers": rows, "command": job.line}
 
@@ -103,7 +105,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     return {**summary, "run_dir": str(directory)}
 
 
-def _balance_gain(layers: Sequence[LayerProfile], parts: RunParts, sample: Sample) -> BalanceGain:
+def _balance_gain(layers: Sequence[LayerTimes], parts: RunParts, sample: Sample) -> BalanceGain:
     """What the balance by these times is worth."""
     balance, spec, frozen = (
         parts.partitioning.balance,
@@ -118,10 +120,10 @@ def _balance_gain(layers: Sequence[LayerProfile], parts: RunParts, sample: Sampl
 def _activations(parts: RunParts, sample: Sample) -> list[int] | None:
     """The most bytes that each partition saves for backward at once, or None if a layer depends on values."""
     try:
-        facts = model_facts(parts.model, sample, count_flops=False)
+        stats = model_stats(parts.model, sample, count_flops=False)
     except ConfigError:
         return None
-    return activation_bytes(facts, parts.partitioning.balance, parts.partitioning.spec)
+    return activation_bytes(stats, parts.partitioning.balance, parts.partitioning.spec)
 
 
 def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from gpipe_cli.inference.spec import write_spec
 from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, lost_peer_as_peer_error
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.partition_memory import partition_memory
+from gpipe_cli.profiling.memory import partition_memory
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.report.model_tables import (
     flop_rows,
     measured_memory_rows,
@@ -318,11 +318,11 @@ def _dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Su
     }
 
 
-def _model_facts(settings: TrainConfig, parts: RunParts) -> ModelFacts | None:
+def _model_facts(settings: TrainConfig, parts: RunParts) -> ModelStats | None:
     """Shapes and sizes of every layer, or None if a layer depends on values and the model has none."""
     try:
         with autocast_of(settings):
-            return model_facts(parts.model, make_sample(settings, parts.loader))
+            return model_stats(parts.model, make_sample(settings, parts.loader))
     except ConfigError as error:
         print_status(f"shapes and memory are unknown: {error}")
         return None

@@ -17,8 +17,8 @@ from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.sizing import DeviceDemand, device_demand, layer_bytes
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.checkpoint import checkpoint_stops
 from gpipe_cli.values import parse_bytes
 
@@ -148,10 +148,10 @@ class Slicing:
         """Per layer. `by=time` counts operations: to measure them the whole model would have to be in memory."""
         if self.by == "bytes":
             return list(map(float, layer_bytes(self.spec.module)))
-        return [float(flops.forward + flops.backward) for flops in self._facts().flops]
+        return [float(layer.forward_flops + layer.backward_flops) for layer in self._facts().operations]
 
-    def _facts(self) -> ModelFacts:
-        return model_facts(self.spec.module, self._sample(), count_flops=self.by == "time")
+    def _facts(self) -> ModelStats:
+        return model_stats(self.spec.module, self._sample(), count_flops=self.by == "time")
 
     def _sample(self) -> Sample:
         assert self.spec.make_sample is not None, (

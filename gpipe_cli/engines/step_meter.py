@@ -9,8 +9,7 @@ from typing import final
 from gpipe_cli.accelerator.devices import peak_bytes
 from gpipe_cli.engines.protocol import Utilization
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
-from gpipe_cli.profiling.action_recorder import ActionRecorder
-from gpipe_cli.profiling.timeline import StepTimeline
+from gpipe_cli.profiling.timeline import ActionRecorder, StepTimeline
 
 RECORDED_STEP = 3
 """Of an engine's life: the steps before it warm up. It is early, so that even a short run has one."""
@@ -62,4 +61,4 @@ class StepMeter:
             yield
         finally:
             self._pipe.recorder = None
-        self._last = StepTimeline(tuple(self._record.pieces()))
+        self._last = StepTimeline(tuple(self._record.spans()))

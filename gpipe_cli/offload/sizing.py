@@ -19,9 +19,9 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.prefetcher import MAX_INPUTS_IN_FLIGHT
 from gpipe_cli.offload.slices import SlicedParameters
 from gpipe_cli.offload.stored_tensors import padded
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes, update_bytes
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.torch_internals.tensor_memory import ALIGNMENT
 from gpipe_cli.values import format_bytes
 
@@ -64,7 +64,7 @@ class DeviceDemand:
     layers: Sequence[LayerBytes]
     resident: int
     """What stays on the device: the mini-batch, buffers, and parameters that several layers share."""
-    facts: ModelFacts
+    facts: ModelStats
     buffers: int
     stores_gradients: bool
     """Whether the update waits for the gradients of all slices."""
@@ -155,7 +155,7 @@ def device_demand(
     module: nn.Sequential,
     make: MakeOptimizer | None,
     device: torch.device,
-    facts: ModelFacts,
+    facts: ModelStats,
     *,
     buffers: int,
     stores_gradients: bool,
@@ -239,7 +239,7 @@ def boundary_bytes(
     if not any(recomputed):
         return 0
     try:
-        facts = model_facts(module, make_sample(), count_flops=False)
+        facts = model_stats(module, make_sample(), count_flops=False)
     except ConfigError:
         return 0
     # The input of the first slice is the caller's, and stays; slices before the first trained layer recompute nothing.

@@ -17,7 +17,7 @@ from gpipe_cli.plan.costs import BackwardSplit, LayerCosts, UpdateCosts
 from gpipe_cli.plan.devices import DeviceSpec
 
 if TYPE_CHECKING:  # the command line is read without torch
-    from gpipe_cli.profiling.facts import LayerOperations, ModelFacts
+    from gpipe_cli.profiling.model_stats import LayerOperations, ModelStats
     from gpipe_cli.torch_internals.operation_recorder import Operation
 
 
@@ -122,7 +122,7 @@ class LayerUpdate:
 
 
 def estimate_costs(
-    facts: ModelFacts,
+    facts: ModelStats,
     run: DeviceRun,
     scale: float = 1.0,
     trained: Sequence[LayerUpdate] = (),

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from gpipe_cli.accelerator.devices import device_name, intra_op_threads, is_accelerator, use_threads
-from gpipe_cli.balance.result import TimedLayer
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
-from gpipe_cli.profiling.cache import ProfileCache
-from gpipe_cli.profiling.layers import IsLate, Sample, frozen_layers, never_late
+from gpipe_cli.profiling.measurements import ProfileCache
 from gpipe_cli.profiling.phase_times import PER_PARTITION, PhaseTimes
+from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers
+from gpipe_cli.profiling.timeline import IsLate, never_late
 from gpipe_cli.sequential.equal_layers import LayerSample
 
 SECONDS_OF_PHASES = 0.6
@@ -48,7 +48,7 @@ class MicroBatchSize:
 class MeasuredCosts:
     """Of micro-batches of one size on one kind of device."""
 
-    layers: Sequence[TimedLayer]
+    layers: Sequence[LayerTimes]
     phases: PhaseTimes
     frozen_layers: int = 0
     recomputed_from: int = 0

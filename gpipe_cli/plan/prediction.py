@@ -14,7 +14,7 @@ from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.search import RankedPlan
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import simulated_step
-from gpipe_cli.profiling.partition_memory import PartitionMemory
+from gpipe_cli.profiling.memory import PartitionMemory
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost

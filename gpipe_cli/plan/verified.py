@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved
 from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.plan.prediction import Prediction
-from gpipe_cli.profiling.layers import preserved
+from gpipe_cli.profiling.records import preserved
 
 MAX_ROUNDS = 15
 

@@ -27,8 +27,8 @@ from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.partitioning import move_to_devices
-from gpipe_cli.profiling.action_recorder import recording
-from gpipe_cli.profiling.layers import IsLate, LayerTimes, Sample, frozen_layers, never_late, preserved
+from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, preserved
+from gpipe_cli.profiling.timeline import IsLate, never_late, run_steps
 from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule import one_f_one_b, zero_bubble
 from gpipe_cli.schedule.action import Kind
@@ -38,7 +38,6 @@ from gpipe_cli.schedule.simulate import PartitionCost
 PER_PARTITION = 4
 """Micro-batches of a step for each partition: with fewer, what happens once in a step, such as waking up the workers,
 would count as part of every micro-batch."""
-WARM_UP = 2
 LEAST_STEPS = 3
 MOST_STEPS = 50
 
@@ -178,28 +177,35 @@ class _Steps:
         assert loss is not None and target is not None, "a step ends with a loss"
         count = min(self.chunks, PER_PARTITION * len(self.balance))
         input, target = _repeated(self.sample.input, count), torch.cat([target] * count)
-        pieces: dict[tuple[int, str, Kind], list[float]] = defaultdict(list)
-        steps: list[float] = []
+        took: list[float] = []
         with self._pipe(count, schedule, checkpoint) as pipe:
             target = target.to(pipe.output_device)
-            for warmed_up in range(WARM_UP):
-                if not (warmed_up and self.is_late()):
-                    pipe.step(input, target, loss, key=0)
-            with recording(pipe) as record:
-                while self._continues(steps):
-                    # A training step begins without gradients; adding to old ones would cost another pass over all
-                    # parameters.
-                    pipe.zero_grad(set_to_none=True)
-                    began = time.perf_counter()
-                    pipe.step(input, target, loss, key=0)
-                    # A step returns before accelerators have run it.
-                    synchronize(self.devices)
-                    steps.append(time.perf_counter() - began)
-            for piece in record.pieces():
-                pieces[piece.action.partition, piece.phase, piece.action.kind].append(piece.end - piece.begin)
-        medians = {place: 1000 * statistics.median(durations) for place, durations in pieces.items()}
+
+            def step() -> None:
+                # A training step begins without gradients; adding to old ones would cost another pass over all
+                # parameters.
+                pipe.zero_grad(set_to_none=True)
+                synchronize(self.devices)
+                began = time.perf_counter()
+                pipe.step(input, target, loss, key=0)
+                # A step returns before accelerators have run it.
+                synchronize(self.devices)
+                took.append(time.perf_counter() - began)
+
+            steps = run_steps(
+                pipe,
+                step,
+                least=LEAST_STEPS,
+                most=MOST_STEPS,
+                seconds=self.seconds,
+                is_late=self.is_late,
+            )
+        durations: dict[tuple[int, str, Kind], list[float]] = defaultdict(list)
+        for span in (span for recorded in steps for span in recorded.spans):
+            durations[span.action.partition, span.phase, span.action.kind].append(span.end - span.begin)
+        medians = {place: 1000 * statistics.median(seconds) for place, seconds in durations.items()}
         spec = PipelineSpec(schedule, len(self.balance), count, checkpoint, cores=self.cores)
-        return StepTimes(spec, 1000 * statistics.median(steps), medians)
+        return StepTimes(spec, 1000 * statistics.median(took[-len(steps) :]), medians)
 
     def _pipe(self, chunks: int, schedule: str, checkpoint: str) -> ThreadedPipe:
         if len(self.balance) > 1:
@@ -215,11 +221,6 @@ class _Steps:
         # more teams than cores for them, all of them sleep between two operators instead of spinning.
         move_to_devices([self.module], self.devices)
         return PlainPipe(self.module, chunks=chunks, checkpoint=checkpoint, device=self.devices[0])
-
-    def _continues(self, steps: Sequence[float]) -> bool:
-        if steps and self.is_late():
-            return False
-        return len(steps) < LEAST_STEPS or (sum(steps) < self.seconds and len(steps) < MOST_STEPS)
 
 
 def _repeated(value: Value, times: int) -> Value:

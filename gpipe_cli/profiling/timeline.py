@@ -1,4 +1,7 @@
-"""The timeline of recorded steps: how busy every partition was, which one holds the others up, and what to try.
+"""Steps of a pipe on the clock: who did what when, how busy every partition was, which one holds the others up.
+
+    steps = run_steps(pipe, lambda: pipe.step(input, target, loss), least=5)
+    median_step(steps).partition(0).busy
 
 Forward, recomputation, backward and copies between devices count as busy. The rest of a worker's step is the bubble,
 and the part of it between the worker's first and last piece of work is waiting for others.
@@ -7,19 +10,24 @@ and the part of it between the worker's first and last piece of work is waiting 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, Protocol, final
 
-from gpipe_cli.pipeline.gpipe import ThreadedPipe
-from gpipe_cli.pipeline.loss import LossFunction
-from gpipe_cli.pipeline.microbatch import Value
-from gpipe_cli.profiling.action_recorder import TRANSFERS, Piece, recording
-from gpipe_cli.profiling.layers import preserved
+import torch
+
+from gpipe_cli.accelerator.devices import is_accelerator
+from gpipe_cli.accelerator.streams import current_stream, record_timing_event, synchronize
 from gpipe_cli.schedule import by_slice, zero_bubble
+from gpipe_cli.schedule.action import Action
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.simulate import TRANSFERS, Simulation, Span
 
 WARM_UP = 2
+"""Steps before those that count: the first ones also pay for new threads and their memory."""
 
 # Smaller effects are not worth mentioning: measurements on a busy machine differ as much from one run to the next.
 UNEVEN = 1.05
@@ -27,6 +35,75 @@ SLOWED_DOWN = 1.15
 LARGE_BUBBLE = 0.15
 ABOVE_IDEAL = 0.1
 MUCH_RECOMPUTATION = 0.15
+
+
+IsLate = Callable[[], bool]
+"""Whether the time to measure is up; a measurement then ends with the fewest runs that give a number."""
+
+
+def never_late() -> bool:
+    return False
+
+
+class RecordedPipe(Protocol):
+    """What a recording needs of a pipe."""
+
+    recorder: Any
+
+    @property
+    def devices(self) -> Sequence[torch.device]: ...
+
+
+@contextmanager
+def recording(pipe: RecordedPipe) -> Iterator[ActionRecorder]:
+    """Record the pipe's work inside the block."""
+    record = ActionRecorder(pipe.devices)
+    pipe.recorder = record
+    try:
+        yield record
+    finally:
+        pipe.recorder = None
+
+
+@final
+class ActionRecorder:
+    """The recorder of a pipe. All that a worker does is append to a list, which is atomic and needs no lock."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._spans: list[tuple[Action, str, Any, Any, int]] = []
+        self._accelerators = {device for device in devices if is_accelerator(device)}
+        self._began = time.perf_counter()
+        self.clear()
+
+    def now(self, device: torch.device) -> Any:
+        # On an accelerator a call returns before its work has run, so the moment is an event in the stream. Reading it
+        # here would make the worker wait; `spans` does so when all is done.
+        return record_timing_event(current_stream(device)) if is_accelerator(device) else time.perf_counter()
+
+    def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None:
+        self._spans.append((action, phase, begin, end, threading.get_native_id()))
+
+    def spans(self) -> list[Span]:
+        """In the order in which they ended; waits until the devices have run them."""
+        synchronize(self._accelerators)
+        return [
+            Span(action, thread, self._seconds(begin), self._seconds(end), phase)
+            for action, phase, begin, end, thread in self._spans
+        ]
+
+    def clear(self) -> None:
+        """Forget the spans; call it before each step of a long recording, for the precision of its times."""
+        self._spans.clear()
+        # Events tell only the milliseconds since another event of their device, in single precision: 8 ms apart after a
+        # day. So the origin moves along, and it is one moment on all devices because none of them has anything to run.
+        synchronize(self._accelerators)
+        self._origin = time.perf_counter()
+        self._origins = {device: record_timing_event(current_stream(device)) for device in self._accelerators}
+
+    def _seconds(self, moment: Any) -> float:
+        if isinstance(moment, float):
+            return moment - self._began
+        return self._origin - self._began + self._origins[moment.device].elapsed_time(moment) / 1000
 
 
 @final
@@ -47,66 +124,83 @@ class PartitionTime:
 class StepTimeline:
     """One step, recorded or simulated."""
 
-    pieces: tuple[Piece, ...]
+    spans: tuple[Span, ...]
+
+    @staticmethod
+    def simulated(simulation: Simulation) -> StepTimeline:
+        """A simulated step in seconds, as if it had been recorded."""
+        return StepTimeline(
+            tuple(span._replace(begin=span.begin / 1000, end=span.end / 1000) for span in simulation.spans)
+        )
 
     @property
     def begin(self) -> float:
-        return min(piece.begin for piece in self.pieces)
+        return min(span.begin for span in self.spans)
 
     @property
     def seconds(self) -> float:
-        return max(piece.end for piece in self.pieces) - self.begin
+        return max(span.end for span in self.spans) - self.begin
 
     @property
     def bubble(self) -> float:
         """The share of all workers' time in which they do nothing."""
-        threads = {piece.thread for piece in self.pieces}
-        busy = sum(_busy(piece for piece in self.pieces if piece.thread == thread) for thread in threads)
-        return 1 - busy / (len(threads) * self.seconds)
+        workers = {span.worker for span in self.spans}
+        busy = sum(_busy(span for span in self.spans if span.worker == worker) for worker in workers)
+        return 1 - busy / (len(workers) * self.seconds)
 
     def partition(self, index: int) -> PartitionTime:
-        own = [piece for piece in self.pieces if piece.action.partition == index]
-        worker = [piece for piece in self.pieces if piece.thread == own[0].thread]
+        own = [span for span in self.spans if span.action.partition == index]
+        worker = [span for span in self.spans if span.worker == own[0].worker]
         return PartitionTime(
             busy=_busy(own) / self.seconds,
-            recompute=_busy(piece for piece in own if piece.phase == "recompute") / self.seconds,
+            recompute=_busy(span for span in own if span.phase == "recompute") / self.seconds,
             bubble=1 - _busy(worker) / self.seconds,
             waiting=StepTimeline(tuple(worker)).seconds - _covered(worker),
         )
 
 
-def record_steps(
-    pipe: ThreadedPipe, input: Value, target: Value, loss: LossFunction, steps: int
+def run_steps(
+    pipe: RecordedPipe,
+    step: Callable[[], object],
+    *,
+    least: int,
+    most: int = 0,
+    seconds: float = 0.0,
+    warm_up: int = WARM_UP,
+    is_late: IsLate = never_late,
 ) -> list[StepTimeline]:
-    """Run some steps of a whole mini-batch each; the model is unchanged afterwards."""
-    recorded = []
-    with preserved(pipe):
-        for _ in range(WARM_UP):
-            pipe.step(input, target, loss, key=0)
-        with recording(pipe) as record:
-            for _ in range(steps):
-                pipe.step(input, target, loss, key=0)
-                # After each step, which also waits for the events of a device: steps must not overlap in the record.
-                recorded.append(StepTimeline(tuple(record.pieces())))
-                record.clear()
-    return recorded
+    """Record at least `least` calls of `step`, and up to `most` while `seconds` last; a single one if it is late."""
+    for warmed_up in range(warm_up):
+        if not (warmed_up and is_late()):
+            step()
+    steps: list[StepTimeline] = []
+    with recording(pipe) as record:
+        deadline = time.perf_counter() + seconds
+        while len(steps) < least or (len(steps) < most and time.perf_counter() <= deadline):
+            if steps and is_late():
+                break
+            step()
+            # After each step, which also waits for the events of a device: steps must not overlap in the record.
+            steps.append(StepTimeline(tuple(record.spans())))
+            record.clear()
+    return steps
 
 
 def median_step(steps: Sequence[StepTimeline]) -> StepTimeline:
-    # A step that really happened, not medians of its parts, whose pieces would not fit together.
+    # A step that really happened, not medians of its parts, whose spans would not fit together.
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
 
 
-def _busy(pieces: Iterable[Piece]) -> float:
-    return _covered(piece for piece in pieces if piece.phase not in TRANSFERS)
+def _busy(spans: Iterable[Span]) -> float:
+    return _covered(span for span in spans if span.phase not in TRANSFERS)
 
 
-def _covered(pieces: Iterable[Piece]) -> float:
-    """Seconds in which at least one of the pieces runs: accelerators copy while they compute."""
+def _covered(spans: Iterable[Span]) -> float:
+    """Seconds in which at least one of the spans runs: accelerators copy while they compute."""
     covered, until = 0.0, -math.inf
-    for piece in sorted(pieces, key=lambda piece: piece.begin):
-        covered += max(0.0, piece.end - max(piece.begin, until))
-        until = max(until, piece.end)
+    for span in sorted(spans, key=lambda span: span.begin):
+        covered += max(0.0, span.end - max(span.begin, until))
+        until = max(until, span.end)
     return covered
 
 
@@ -160,8 +254,7 @@ def compare_with_ideal(step: StepTimeline, ideal: StepTimeline, cores: int | Non
     The ideal is what the schedule makes of the times that the layers take alone.
     """
     alone, together = (
-        sum(piece.end - piece.begin for piece in of.pieces if piece.phase not in TRANSFERS)
-        for of in (ideal, step)
+        sum(span.end - span.begin for span in of.spans if span.phase not in TRANSFERS) for of in (ideal, step)
     )
     pace = together / alone if alone else 1.0
     if step.seconds < ideal.seconds:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_cli.profiling.facts import ModelFacts
-from gpipe_cli.profiling.layers import LayerFacts
+from gpipe_cli.profiling.model_stats import ModelStats
+from gpipe_cli.profiling.records import LayerStats
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_rows
 from gpipe_cli.sequential import layer_names
@@ -65,26 +65,29 @@ MAX_SHOWN = 6
 
 
 def layer_rows(
-    layers: Sequence[LayerFacts], costs: Sequence[Mapping[str, float]], balance: Sequence[int]
+    layers: Sequence[LayerStats], costs: Sequence[Mapping[str, float]], balance: Sequence[int]
 ) -> list[dict[str, Any]]:
     """`costs` are more columns per layer, all in one unit; the share of a layer is its part of their total."""
     ends = list(accumulate(balance))
     total = sum(sum(cost.values()) for cost in costs) or 1.0
     return [
         {
-            **asdict(facts),
+            **asdict(layer),
             **cost,
-            "partition": sum(facts.index >= end for end in ends),
+            "partition": sum(layer.index >= end for end in ends),
             "share": sum(cost.values()) / total,
         }
-        for facts, cost in zip(layers, costs, strict=True)
+        for layer, cost in zip(layers, costs, strict=True)
     ]
 
 
-def flop_rows(facts: ModelFacts, balance: Sequence[int]) -> list[dict[str, Any]]:
+def flop_rows(stats: ModelStats, balance: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of layers that were not run: FLOPs in place of times."""
-    costs = [{"forward_flops": flops.forward, "backward_flops": flops.backward} for flops in facts.flops]
-    return layer_rows(facts.layers, costs, balance)
+    costs = [
+        {"forward_flops": layer.forward_flops, "backward_flops": layer.backward_flops}
+        for layer in stats.operations
+    ]
+    return layer_rows(stats.layers, costs, balance)
 
 
 def print_layers(rows: Sequence[Row], *, sort: str, top: int | None) -> None:

@@ -21,8 +21,8 @@ from gpipe_cli.report.colors import ACTIONS
 from gpipe_cli.report.tables import show
 
 if TYPE_CHECKING:  # reading a trace needs no torch
-    from gpipe_cli.profiling.action_recorder import Piece
     from gpipe_cli.profiling.timeline import StepTimeline
+    from gpipe_cli.schedule.simulate import Span
 
 DRAWN = ("forward", "recompute", "backward", "load", "drop")
 """Phases with a place in the picture; copies run beside them."""
@@ -45,19 +45,19 @@ def timeline_lines(step: StepTimeline, partitions: int, width: int, longest: flo
     cells = max(MIN_WIDTH, width - len(names[0]) - 1)
     lines = []
     for index, name in enumerate(names):
-        own = [piece for piece in step.pieces if piece.action.partition == index and piece.phase in DRAWN]
+        own = [span for span in step.spans if span.action.partition == index and span.phase in DRAWN]
         lines.append(Text(f"{name} ").append_text(_line(own, step.begin, cells / longest)))
     return lines
 
 
-def _line(pieces: Iterable[Piece], origin: float, scale: float) -> Text:
-    """A piece that is too short for a cell gives way to the next one."""
+def _line(spans: Iterable[Span], origin: float, scale: float) -> Text:
+    """A span that is too short for a cell gives way to the next one."""
     line = Text()
-    for piece in sorted(pieces, key=lambda piece: piece.begin):
-        begin, end = (round(scale * (moment - origin)) for moment in (piece.begin, piece.end))
+    for span in sorted(spans, key=lambda span: span.begin):
+        begin, end = (round(scale * (moment - origin)) for moment in (span.begin, span.end))
         line.append(" " * max(0, begin - len(line)))
         room = end - len(line)
-        line.append(piece.label.ljust(room, "-")[: max(0, room)], style=ACTIONS[piece.phase].terminal)
+        line.append(span.label.ljust(room, "-")[: max(0, room)], style=ACTIONS[span.phase].terminal)
     return line
 
 
@@ -74,17 +74,17 @@ def trace_events(
 ) -> list[dict[str, Any]]:
     """Metadata events (`M`) with the names, then complete events (`X`) in microseconds since recording began."""
     # Events of one row may not overlap, but accelerators copy while they compute: such copies get rows of their own.
-    copy_rows = len(rows) if any(_copies_beside(step.pieces) for step in steps) else 0
+    copy_rows = len(rows) if any(_copies_beside(step.spans) for step in steps) else 0
     names = [*rows, *(f"{row}, copies" for row in rows)] if copy_rows else rows
-    pieces = (
+    spans = (
         event for number, step in enumerate(steps) for event in _complete_events(number, step, copy_rows)
     )
-    return [{**event, "pid": process} for event in (*_name_events(names, PROCESS_NAMES[process]), *pieces)]
+    return [{**event, "pid": process} for event in (*_name_events(names, PROCESS_NAMES[process]), *spans)]
 
 
-def _copies_beside(pieces: Iterable[Piece]) -> bool:
+def _copies_beside(spans: Iterable[Span]) -> bool:
     """Whether a partition copies while it computes."""
-    by_partition = sorted(pieces, key=lambda piece: (piece.action.partition, piece.begin, piece.end))
+    by_partition = sorted(spans, key=lambda span: (span.action.partition, span.begin, span.end))
     return any(
         before.action.partition == after.action.partition and after.begin < before.end
         for before, after in pairwise(by_partition)
@@ -100,18 +100,18 @@ def _name_events(rows: Sequence[str], process_name: str) -> Iterator[dict[str, A
 
 def _complete_events(number: int, step: StepTimeline, copy_rows: int) -> Iterator[dict[str, Any]]:
     """copy_rows: how many rows further down the copies of a partition are."""
-    for piece in sorted(step.pieces, key=lambda piece: piece.begin):
+    for span in sorted(step.spans, key=lambda span: span.begin):
         yield {
             "ph": "X",
-            "name": piece.label,
-            "cat": piece.phase,
-            "tid": piece.action.partition + (copy_rows if piece.phase == "copy" else 0),
-            "ts": 1e6 * piece.begin,
-            "dur": 1e6 * (piece.end - piece.begin),
+            "name": span.label,
+            "cat": span.phase,
+            "tid": span.action.partition + (copy_rows if span.phase == "copy" else 0),
+            "ts": 1e6 * span.begin,
+            "dur": 1e6 * (span.end - span.begin),
             "args": {
                 "step": number,
-                "partition": piece.action.partition,
-                "micro_batch": piece.action.micro_batch,
-                "thread": piece.thread,
+                "partition": span.action.partition,
+                "micro_batch": span.action.micro_batch,
+                "thread": span.worker,
             },
         }

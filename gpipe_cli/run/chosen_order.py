@@ -29,10 +29,10 @@ from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import measure_link
 from gpipe_cli.plan.measured import measure_costs
 from gpipe_cli.plan.order_search import order_problems, search_order
-from gpipe_cli.profiling.cache import ProfileCache, default_folder
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.layers import Sample, frozen_layers, has_values
-from gpipe_cli.profiling.partition_memory import with_bytes
+from gpipe_cli.profiling.measurements import ProfileCache, default_folder
+from gpipe_cli.profiling.memory import with_bytes
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
+from gpipe_cli.profiling.records import Sample, frozen_layers, has_values
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.measured_devices import room_to_measure
 from gpipe_cli.runs.directory import write_text
@@ -199,7 +199,7 @@ class _Costs:
     """What the layers cost, and where that is known from."""
 
     layers: LayerCosts
-    facts: ModelFacts | None
+    facts: ModelStats | None
     """None if sizes depend on values, and the model has none."""
     origin: str
     in_milliseconds: bool
@@ -239,10 +239,10 @@ class _Costs:
 
 def _facts(
     settings: ModelConfig, model: nn.Sequential, sample: Sample, *, count_flops: bool
-) -> ModelFacts | None:
+) -> ModelStats | None:
     with sample_must_fit(sample), autocast_of(settings):
         try:
-            return model_facts(model, sample, count_flops=count_flops)
+            return model_stats(model, sample, count_flops=count_flops)
         except ConfigError:
             return None
 
@@ -252,7 +252,7 @@ def _estimated(settings: ModelConfig, model: nn.Sequential, sample: Sample, reas
     # One more for each layer: those that only move data have none, and still take time.
     flops = [(1.0, 1.0)] * len(model)
     if facts is not None:
-        flops = [(1.0 + layer.forward, 1.0 + layer.backward) for layer in facts.flops]
+        flops = [(1.0 + layer.forward_flops, 1.0 + layer.backward_flops) for layer in facts.operations]
     forward, backward = (list(column) for column in zip(*flops, strict=True))
     layers = LayerCosts(forward, backward, frozen_layers=frozen_layers(model, sample))
     return _Costs(layers, facts, f"estimated from FLOPs, since {reason}", False)

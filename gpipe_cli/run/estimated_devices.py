@@ -17,8 +17,8 @@ from gpipe_cli.plan.device_costs import DeviceRun, LayerUpdate, estimate_costs
 from gpipe_cli.plan.devices import DEVICES, is_elsewhere, own_device
 from gpipe_cli.plan.links import Link
 from gpipe_cli.plan.measured import MicroBatchSize
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.plan_memory import PlanMemory
 
@@ -53,7 +53,7 @@ class EstimatedCosts:
     ) -> None:
         self._settings, self._model, self._devices = settings, model, devices
         self._memory, self._sample_of = memory, sample_of
-        self._counted: tuple[int, ModelFacts] | None = None
+        self._counted: tuple[int, ModelStats] | None = None
         self._costs_of_run = cache(self._estimate)
         self.origin = f"an estimate for {devices.name}, not measured"
 
@@ -83,15 +83,15 @@ class EstimatedCosts:
     def _updates(self) -> tuple[list[LayerUpdate], int]:
         return layer_updates(self._model, with_gradient(self._memory.state))
 
-    def _count(self, all_rows: Sequence[int]) -> tuple[int, ModelFacts]:
+    def _count(self, all_rows: Sequence[int]) -> tuple[int, ModelStats]:
         """The fewest of these rows that the model accepts, and its operations."""
         for rows in all_rows[:-1]:
             try:
-                return rows, model_facts(self._model, self._sample_of(rows))
+                return rows, model_stats(self._model, self._sample_of(rows))
             except ValueError:
                 # Batch norm, for example, rejects a micro-batch of a single row.
                 continue
-        return all_rows[-1], model_facts(self._model, self._sample_of(all_rows[-1]))
+        return all_rows[-1], model_stats(self._model, self._sample_of(all_rows[-1]))
 
 
 def estimated_devices(settings: PlanConfig) -> EstimatedDevices | None:

@@ -19,9 +19,9 @@ from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import Link, measure_link
 from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize
-from gpipe_cli.profiling.cache import ProfileCache, default_folder
-from gpipe_cli.profiling.facts import ModelFacts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.measurements import ProfileCache, default_folder
+from gpipe_cli.profiling.model_stats import ModelStats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.output import print_status
 
 BETWEEN_MACHINES = Link(0.0, 12e9)
@@ -43,7 +43,7 @@ class MeasuredDevices:
         *,
         apart: bool,
         sample_of: Callable[[int], Sample],
-        facts_of: Callable[[int], ModelFacts],
+        facts_of: Callable[[int], ModelStats],
     ) -> None:
         """`apart`: every device is a machine like this one."""
         self._settings, self._devices, self._apart = settings, list(devices), apart

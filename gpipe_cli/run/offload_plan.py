@@ -25,8 +25,8 @@ from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import Link
 from gpipe_cli.plan.prediction import OFFLOAD, Limit, Prediction
 from gpipe_cli.plan.search_space import PlanShape
-from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.partition_memory import PartitionMemory
+from gpipe_cli.profiling.memory import PartitionMemory
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.run.plan_memory import PlanMemory
 from gpipe_cli.schedule.checkpoint import checkpoint_stops
 

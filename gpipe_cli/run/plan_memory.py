@@ -11,7 +11,7 @@ from typing import final
 from torch import nn
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
-from gpipe_cli.balance.size import memory_objective_from_facts
+from gpipe_cli.balance.size import memory_objective_of
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.optimizer import kept_state, optimizer_factory
 from gpipe_cli.build.step import autocast_of, sample_must_fit, with_gradient
@@ -24,10 +24,10 @@ from gpipe_cli.plan.measured import MicroBatchSize
 from gpipe_cli.plan.order_search import order_problems
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.plan.search_space import CHECKPOINTS, FITTED, TURNS, PlanShape, powers_of_two
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.memory import PartitionMemory, partition_memory, with_bytes
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
-from gpipe_cli.profiling.partition_memory import PartitionMemory, partition_memory, with_bytes
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.search_problem import SearchProblem
 
@@ -60,7 +60,7 @@ class PlanMemory:
         """What the optimizer keeps for each parameter."""
         return state_by_parameter(optimizer_factory(self._settings, self._model), self._model)
 
-    def add_facts(self, rows: int, facts: ModelFacts) -> None:
+    def add_facts(self, rows: int, facts: ModelStats) -> None:
         """Facts that are known already, of a small micro-batch."""
         self._known = rows, self._objective_from(facts)
 
@@ -124,14 +124,14 @@ class PlanMemory:
         most = memory.most(graphs=times * (shape.chunks + 1), inputs=times * shape.chunks)
         return most <= min(self.limits) / shape.spec().partitions_per_device
 
-    def _facts_of(self, rows: int) -> ModelFacts:
+    def _facts_of(self, rows: int) -> ModelStats:
         sample = self._sample_of(rows)
         with autocast_of(self._settings), sample_must_fit(sample):
-            return model_facts(self._model, sample, count_flops=False)
+            return model_stats(self._model, sample, count_flops=False)
 
-    def _objective_from(self, facts: ModelFacts) -> MemoryObjective:
+    def _objective_from(self, facts: ModelStats) -> MemoryObjective:
         differ = self.limits if len(set(self.limits)) > 1 else ()
-        return memory_objective_from_facts(
+        return memory_objective_of(
             self._model, facts, PipelineSpec("gpipe", 1, 1), with_gradient(self.state), self.limit, differ
         )
 

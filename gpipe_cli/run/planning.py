@@ -38,7 +38,7 @@ from gpipe_cli.plan.search_space import (
     powers_of_two,
     searched_schedules,
 )
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.estimated_devices import EstimatedCosts, estimated_devices
 from gpipe_cli.run.measured_devices import MeasuredDevices

@@ -24,8 +24,8 @@ from gpipe_cli.engines.state import module_state
 from gpipe_cli.errors import RunError
 from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.launch.rank_setup import connected_files
+from gpipe_cli.profiling.memory import resident_memory
 from gpipe_cli.profiling.optimizer_state import state_bytes
-from gpipe_cli.profiling.partition_memory import resident_memory
 from gpipe_cli.report.environment import environment
 from gpipe_cli.runs.directory import lock_run_directory, make_run_directory, write_json, write_text
 from gpipe_cli.runs.lr_after_resume import lr_line

@@ -20,13 +20,13 @@ from typing import Any, TypeVar, final
 
 from gpipe_cli.balance.time import partition_costs
 from gpipe_cli.build.parts import RunParts
-from gpipe_cli.build.recorded_steps import as_step, partition_times
+from gpipe_cli.build.recorded_steps import partition_times
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.inference.generation import Sampling, TextFormat, TextStream, generate
-from gpipe_cli.profiling.layers import frozen_layers
+from gpipe_cli.profiling.records import frozen_layers
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
@@ -127,7 +127,7 @@ class RunPage:
 
     def _write_step(self, step: int, timeline: StepTimeline) -> dict[str, Any]:
         """Write the trace; return how busy the partitions were."""
-        partitions = {piece.action.partition for piece in timeline.pieces}
+        partitions = {span.action.partition for span in timeline.spans}
         partitioning = self._parts.partitioning
         ideal = None
         facts: dict[str, Any] = {"step": step, "bubble": timeline.bubble}
@@ -135,7 +135,7 @@ class RunPage:
             frozen = frozen_layers(self._parts.model)
             costs = partition_costs(partitioning.balanced.phases, partitioning.balance, frozen)
             simulation = partitioning.spec.simulate(costs)
-            ideal = as_step(simulation)
+            ideal = StepTimeline.simulated(simulation)
             facts |= {"ideal_step_ms": simulation.step, "ideal_bubble": simulation.bubble}
         if len(partitions) == len(partitioning.balance):
             rows = [f"partition {row['partition']} ({row['device']})" for row in self._parts.partitions]

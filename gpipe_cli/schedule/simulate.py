@@ -49,14 +49,27 @@ class PartitionCost:
         )
 
 
+TRANSFERS = ("load", "drop")
+"""Phases in which a partition is loaded or dropped, and nothing is computed."""
+
+
 class Span(NamedTuple):
-    """A piece of work; `phase` is forward, recompute or backward, as a pipe's recorder calls them."""
+    """A piece of work of a worker, simulated or recorded; `phase` is what a pipe's recorder calls it."""
 
     action: Action
     worker: int
     begin: float
     end: float
     phase: str
+
+    @property
+    def label(self) -> str:
+        """F3 for the forward of micro-batch 3, R3 its recomputation, B3 its backward (I3 and W3 if that is split); load
+        and drop of a partition."""
+        if self.phase in TRANSFERS:
+            return self.phase
+        letter = {"recompute": "R", "copy": "copy "}.get(self.phase, self.action.kind.value)
+        return f"{letter}{self.action.micro_batch}"
 
 
 @final

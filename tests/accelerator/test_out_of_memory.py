@@ -17,7 +17,7 @@ from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.losses.measures import accuracy
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.formatting import describe
 from tests.accelerator.simulator import Simulator
 from tests.support.command_line import Gpipe

@@ -8,9 +8,9 @@ from torch import nn
 
 from gpipe_cli.balance import balance_by_size
 from gpipe_cli.balance.size import balance as by_size
-from gpipe_cli.balance.size import memory_objective, memory_objective_from_facts
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.balance.size import memory_objective, memory_objective_of
+from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from tests.distributed.tasks import make
 
@@ -77,11 +77,10 @@ def test_keyword_arguments_are_a_sample_and_their_skips_count() -> None:
     """A mask that the last partition pops is kept for each of its micro-batches."""
     task = make("keyword_arguments", 4)
     assert sum(balance_by_size(task.model, task.input, partitions=3, chunks=2)) == len(task.model)
-    facts = model_facts(task.model, Sample(task.input, task.target, task.loss), count_flops=False)
+    facts = model_stats(task.model, Sample(task.input, task.target, task.loss), count_flops=False)
     spec = PipelineSpec("gpipe", 3, 2, checkpoint="always")
     memory, without = (
-        memory_objective_from_facts(task.model, given, spec, twice)
-        for given in (facts, replace(facts, skips=()))
+        memory_objective_of(task.model, given, spec, twice) for given in (facts, replace(facts, skips=()))
     )
     mask, lengths = 4 * 8, 8 * 4
     assert memory.cost(2, 6, 8) - without.cost(2, 6, 8) == 2 * mask

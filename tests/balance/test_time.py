@@ -11,9 +11,9 @@ from gpipe_cli.balance import balance_by_time
 from gpipe_cli.balance.time import balance as by_time
 from gpipe_cli.balance.time import layer_costs, partition_costs
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling import cache
-from gpipe_cli.profiling.cache import ProfileCache
-from gpipe_cli.profiling.layers import LayerFacts, LayerProfile, Sample
+from gpipe_cli.profiling import measurements
+from gpipe_cli.profiling.measurements import ProfileCache
+from gpipe_cli.profiling.records import LayerTimes, Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from tests.distributed.tasks import make
 
@@ -31,18 +31,13 @@ def test_time_gives_slow_layers_a_partition_of_their_own() -> None:
     assert balanced.unit == "ms" and balanced.sums[0] > 9
 
 
-def profiled(forward: float, backward: float) -> LayerProfile:
-    facts = LayerFacts(0, "", "", 0, 0, 0, (), 0)
-    return LayerProfile(facts=facts, forward_ms=forward, backward_ms=backward)
-
-
 def test_among_equally_good_balances_the_simulated_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """gpipe runs all forwards, then all backwards: the slowest forward and the slowest backward count, not their sum.
 
     The largest sum is 40 wherever the middle layer goes. In the first partition it makes the slowest forward 28,
     beside a backward of 20; in the second one they are 20 and 22.
     """
-    layers = [profiled(20, 10), profiled(8, 2), profiled(10, 20)]
+    layers = [LayerTimes(20, 10), LayerTimes(8, 2), LayerTimes(10, 20)]
     monkeypatch.setattr(ProfileCache, "stored_times", lambda *_: layers)
     module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
     result = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8))
@@ -56,13 +51,13 @@ def test_among_equally_good_balances_the_simulated_step_decides(monkeypatch: pyt
 
 
 def test_recomputation_counts_where_the_checkpoint_mode_asks_for_it() -> None:
-    layers = [profiled(4, 8)]
+    layers = [LayerTimes(4, 8)]
     costs = [layer_costs(layers, recomputed) for recomputed in (0, 0.75, 1)]
     assert costs == [[12], [15], [16]]
 
 
 def test_a_partition_that_recomputes_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = [profiled(1, 1) for _ in range(5)]
+    layers = [LayerTimes(1, 1) for _ in range(5)]
     monkeypatch.setattr(ProfileCache, "stored_times", lambda *_: layers)
     module = nn.Sequential(*(nn.Identity() for _ in layers))
     sample = Sample(torch.zeros(1, requires_grad=True))
@@ -73,7 +68,7 @@ def test_a_partition_that_recomputes_gets_less(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_layers_before_the_first_trained_one_cost_their_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = [profiled(1, 0) for _ in range(6)] + [profiled(1, 1) for _ in range(3)]
+    layers = [LayerTimes(1, 0) for _ in range(6)] + [LayerTimes(1, 1) for _ in range(3)]
     monkeypatch.setattr(ProfileCache, "stored_times", lambda *_: layers)
     module = nn.Sequential(*(nn.Linear(1, 1) for _ in layers))
     module[:6].requires_grad_(False)
@@ -139,7 +134,7 @@ def test_a_model_too_large_to_measure_on_one_device_is_balanced_by_flops(
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(cache, "layer_times", fails)
+    monkeypatch.setattr(measurements, "layer_times", fails)
     profiles, sample = ProfileCache(None), Sample(torch.ones(2, 8))
     result = by_time(widths(8, 8, 8, 8, 32, 32), sample, 2, profiles=profiles, measure="auto")
     assert result.layers == [4, 1] and "does not fit on one device" in profiles.origin

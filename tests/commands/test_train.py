@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_cli.profiling import cache
-from gpipe_cli.profiling.cache import Drift
-from gpipe_cli.profiling.layers import LayerTimes
+from gpipe_cli.profiling import measurements
+from gpipe_cli.profiling.measurements import Drift
+from gpipe_cli.profiling.records import LayerTimes
 from tests.support.command_line import Gpipe, UserModule
 from tests.support.run_files import rows, weights
 
@@ -190,7 +190,7 @@ def test_labels_that_the_model_does_not_have_end_with_code_3(tiny: Gpipe) -> Non
 
 
 def test_balance_time_measures_once_and_logs_it(tiny: Gpipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "recheck_layers", lambda *_: Drift("layer '0'", 1.0))
+    monkeypatch.setattr(measurements, "recheck_layers", lambda *_: Drift("layer '0'", 1.0))
     words = ("balance.measure=always", "balance.seconds=0", "steps=1", "threads=1")
     first, second = tiny("train", *words), tiny("train", *words, "--json")
     assert "layers measured in " in first.err
@@ -235,7 +235,7 @@ def test_a_dry_run_shows_the_partitions_that_the_run_trains_with(
 ) -> None:
     """It estimated the times from FLOPs, without a word, where the run measured them: [5, 5] instead of [7, 3]."""
     slow_start = [LayerTimes(9.0 if index == 0 else 1.0, 1.0) for index in range(8)]
-    monkeypatch.setattr(cache, "layer_times", lambda *_, **__: slow_start)
+    monkeypatch.setattr(measurements, "layer_times", lambda *_, **__: slow_start)
     words = ("epochs=14", "threads=1")
     dry = tiny("train", *words, "--dry-run", "--json")
     assert [row["layers"] for row in dry.json["partitions"]] == [2, 6]

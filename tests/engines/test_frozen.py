@@ -17,7 +17,7 @@ from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import RunError
 from gpipe_cli.offload import tiers
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.sequential.selection import freeze
 
 CPU = torch.device("cpu")

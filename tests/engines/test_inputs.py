@@ -14,7 +14,7 @@ import torch
 
 from gpipe_cli.engines import offload, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 from tests.distributed.cases import CPU, Case, run
 from tests.distributed.tasks import make
 

@@ -19,7 +19,7 @@ from gpipe_cli.errors import ConfigError, NumericError, ResourceError, RunError
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.models import gpt, resnet, unet
 from gpipe_cli.offload import tiers
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.runs.snapshots.contents import copy_state
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.step_meter import RECORDED_STEP, StepMeter
 from gpipe_cli.errors import NumericError, ResourceError
 from gpipe_cli.losses.measures import accuracy
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 
 CPU = torch.device("cpu")
 

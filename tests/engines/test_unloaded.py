@@ -12,7 +12,7 @@ from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec
 from gpipe_cli.offload.building import store_on_tier
 from gpipe_cli.offload.tiers import DiskTier
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.torch_internals.deferred_values import DeferredValues
 from tests.distributed.cases import CPU, Case, run
 from tests.distributed.tasks import make

@@ -22,7 +22,7 @@ from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.slices import Part, SlicedParameters
 from gpipe_cli.offload.tiers import CpuTier
 from gpipe_cli.offload.transfers import TransferWorker
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
 from tests.accelerator.simulator import Simulator
 

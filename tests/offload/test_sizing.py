@@ -9,8 +9,8 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.sizing import DeviceDemand, device_demand, layer_bytes
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.records import Sample
 
 CPU = torch.device("cpu")
 ADAMW = partial(torch.optim.AdamW, lr=0.1)
@@ -21,7 +21,7 @@ def model() -> nn.Sequential:
 
 
 def demand(optimizer: Any = ADAMW, recomputed: int = 2, **changes: Any) -> DeviceDemand:
-    facts = model_facts(model(), Sample(torch.zeros(4, 64)), count_flops=False)
+    facts = model_stats(model(), Sample(torch.zeros(4, 64)), count_flops=False)
     settings = {"buffers": 2, "stores_gradients": False, "micro_batches": 2, "batch_bytes": 0, **changes}
     return device_demand(model(), optimizer, CPU, facts, recomputed=recomputed, **settings)
 
@@ -55,7 +55,7 @@ def test_where_an_update_needs_nothing_the_activations_of_the_largest_slice_coun
 def test_parameters_of_several_layers_and_buffers_stay_on_the_device() -> None:
     tied = nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.Linear(64, 64, bias=False))
     tied[2].weight = tied[0].weight
-    facts = model_facts(tied, Sample(torch.zeros(4, 64)), count_flops=False)
+    facts = model_stats(tied, Sample(torch.zeros(4, 64)), count_flops=False)
     whole = device_demand(
         tied,
         partial(torch.optim.SGD, lr=0.1),

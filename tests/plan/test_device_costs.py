@@ -11,8 +11,8 @@ from torch.nn import functional
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.device_costs import DeviceRun, Efficiency, LayerUpdate, estimate_costs
 from gpipe_cli.plan.devices import DEVICES, DeviceSpec
-from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule import zero_bubble_v
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
@@ -26,9 +26,9 @@ PRODUCT_MS = 1000 * 2 * ROWS * WIDTH * WIDTH / (REACHED.matrix * 1e6)
 run_on = partial(DeviceRun, reached=REACHED)
 
 
-def _facts(*layers: nn.Module) -> ModelFacts:
+def _facts(*layers: nn.Module) -> ModelStats:
     sample = Sample(torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), functional.mse_loss)
-    return model_facts(nn.Sequential(*(layers or (nn.Linear(WIDTH, WIDTH), nn.ReLU()))), sample)
+    return model_stats(nn.Sequential(*(layers or (nn.Linear(WIDTH, WIDTH), nn.ReLU()))), sample)
 
 
 def _forward(costs: LayerCosts, layer: int = 0) -> float:
@@ -90,7 +90,7 @@ def test_half_precision_uses_tensor_cores_if_the_sizes_suit_them() -> None:
 
     def forward(width: int, *, tensor_cores: bool = True) -> float:
         sample = Sample(torch.zeros(ROWS, width, dtype=torch.half))
-        facts = model_facts(nn.Sequential(nn.Linear(width, width, bias=False).half()), sample)
+        facts = model_stats(nn.Sequential(nn.Linear(width, width, bias=False).half()), sample)
         run = run_on(device, "fp16", tensor_cores)
         return _forward(estimate_costs(facts, run)) / (1000 * 2 * ROWS * width * width / REACHED.matrix)
 

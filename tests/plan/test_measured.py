@@ -12,9 +12,9 @@ from torch.nn import functional
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator.devices import use_threads
 from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize
-from gpipe_cli.profiling import layers, phase_times
-from gpipe_cli.profiling.cache import ProfileCache
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling import layer_times, phase_times
+from gpipe_cli.profiling.measurements import ProfileCache
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.sequential.equal_layers import LayerSample
 
 CPU = torch.device("cpu")
@@ -68,13 +68,13 @@ def test_when_it_is_late_a_mini_batch_runs_twice_and_no_pipeline_does(
 ) -> None:
     """A plain run so slow that its eighteen passes took longer than plan.budget was measured to the end."""
     steps: list[Sample] = []
-    step = layers._step
+    step = layer_times._step
 
     def counted(pipe: GPipe, sample: Sample) -> None:
         steps.append(sample)
         step(pipe, sample)
 
-    monkeypatch.setattr(layers, "_step", counted)
+    monkeypatch.setattr(layer_times, "_step", counted)
     monkeypatch.setattr(phase_times, "_Steps", None)
     bench = _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2, late=True)
     assert bench.measure(_sizes(1, 4, 2), 0.0) == [4] and len(steps) == 2

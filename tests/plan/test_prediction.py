@@ -9,7 +9,7 @@ from gpipe_cli.plan.prediction import Prediction, advice, predict
 from gpipe_cli.plan.search import BestBalance, RankedPlan
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import step_ms
-from gpipe_cli.profiling.partition_memory import PartitionMemory
+from gpipe_cli.profiling.memory import PartitionMemory
 
 MEMORY = [PartitionMemory(1, 2, 3, 4)] * 4
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator import streams
 from gpipe_cli.plan import verified
-from gpipe_cli.profiling import action_recorder, phase_times
-from gpipe_cli.profiling.action_recorder import ActionRecorder
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling import phase_times, timeline
+from gpipe_cli.profiling.records import Sample
+from gpipe_cli.profiling.timeline import ActionRecorder
 from tests.accelerator.simulator import Simulator
 
 pytestmark = pytest.mark.accelerator
@@ -83,9 +83,9 @@ def test_the_origin_and_the_end_of_recorded_actions(simulated: Simulator, idle_w
         target = torch.randn(4, 4).to(pipe.output_device)
         pipe.step(input, target, functional.mse_loss)
         assert not simulated.is_idle()
-        assert recorder.pieces() and simulated.is_idle()
+        assert recorder.spans() and simulated.is_idle()
         pipe.step(input, target, functional.mse_loss)
-        idle = idle_when_read(action_recorder)
+        idle = idle_when_read(timeline)
         pipe.step(input, target, functional.mse_loss)
         recorder.clear()
         assert idle == [True]

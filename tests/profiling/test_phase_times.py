@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gpipe_cli.profiling.layers import Sample, layer_times
+from gpipe_cli.profiling.layer_times import layer_times
 from gpipe_cli.profiling.phase_times import StepTimes, measure_phase_times
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.action import Kind
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gpipe_cli.profiling import cache
-from gpipe_cli.profiling.cache import load_per_core, recheck_layers, recheck_phases
-from gpipe_cli.profiling.layers import Sample, forward_times
+from gpipe_cli.profiling import measurements
+from gpipe_cli.profiling.layer_times import forward_times
+from gpipe_cli.profiling.measurements import load_per_core, recheck_layers, recheck_phases
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.skip import pop, skippable, stash
 
 SAMPLE = Sample(torch.zeros(2, 4), torch.zeros(2, 4), functional.mse_loss)
@@ -25,7 +26,7 @@ def layers(count: int) -> nn.Sequential:
 
 
 def running(monkeypatch: pytest.MonkeyPatch, *runs: list[float]) -> None:
-    monkeypatch.setattr(cache, "forward_times", lambda *_: list(runs))
+    monkeypatch.setattr(measurements, "forward_times", lambda *_: list(runs))
 
 
 def test_one_disturbed_run_does_not_cost_a_good_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +65,7 @@ def test_a_pipeline_is_run_again_until_it_agrees_three_times_at_most(
     monkeypatch: pytest.MonkeyPatch, taken: list[float], ratio: float, runs: int
 ) -> None:
     now = iter(taken)
-    monkeypatch.setattr(cache, "measure_forward_backward", lambda *_, **__: (1.0, next(now) - 1.0))
+    monkeypatch.setattr(measurements, "measure_forward_backward", lambda *_, **__: (1.0, next(now) - 1.0))
     drift = recheck_phases(layers(2), SAMPLE, [1, 1], [CPU] * 2, 4, cached_ms=3.0, cores=2)
     assert drift.ratio == pytest.approx(ratio) and drift.what == "a pipeline of 2 partitions"
     assert not list(now) and len(taken) == runs

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +11,7 @@ import torch
 from torch import nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.profiling.action_recorder import Piece
-from gpipe_cli.profiling.timeline import StepTimeline, record_steps
+from gpipe_cli.profiling.timeline import StepTimeline, run_steps
 from gpipe_cli.report.timeline import (
     IDEAL,
     MEASURED,
@@ -21,10 +21,11 @@ from gpipe_cli.report.timeline import (
     trace_json,
 )
 from gpipe_cli.schedule.action import Action, Kind
+from gpipe_cli.schedule.simulate import Span
 
 
-def piece(kind: Kind, partition: int, micro_batch: int, begin: float, end: float, phase: str) -> Piece:
-    return Piece(Action(kind, partition, micro_batch), phase, begin, end, thread=partition)
+def piece(kind: Kind, partition: int, micro_batch: int, begin: float, end: float, phase: str) -> Span:
+    return Span(Action(kind, partition, micro_batch), partition, begin, end, phase)
 
 
 STEP = StepTimeline(
@@ -74,7 +75,7 @@ def document() -> dict[str, Any]:
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with GPipe(module, [1, 2], devices=["cpu", "cpu"], chunks=2) as pipe:
         data = torch.randn(4, 8)
-        steps = record_steps(pipe, data, data, nn.functional.mse_loss, steps=2)
+        steps = run_steps(pipe, partial(pipe.step, data, data, nn.functional.mse_loss), least=2)
     text = trace_json(steps, steps[0], ["partition 0 (cpu)", "partition 1 (cpu)"])
 
     def refuse(constant: str) -> Any:
@@ -147,7 +148,7 @@ def test_the_ideal_step_is_a_process_of_its_own(document: dict[str, Any]) -> Non
 
 
 def test_copies_that_run_beside_the_computation_have_rows_of_their_own() -> None:
-    beside = StepTimeline((*STEP.pieces, piece(Kind.FORWARD, 0, 0, 1.4, 1.6, "copy")))
+    beside = StepTimeline((*STEP.spans, piece(Kind.FORWARD, 0, 0, 1.4, 1.6, "copy")))
     events = trace_events([beside], ["partition 0 (cuda:0)", "partition 1 (cuda:1)"])
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert rows[2] == "partition 0 (cuda:0), copies" and len(rows) == 4

@@ -23,7 +23,7 @@ from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.losses.measures import accuracy
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.runs.snapshots import durable, manager
 from gpipe_cli.runs.snapshots.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.runs.snapshots.manager import Retention, SnapshotManager, save_and_stop

@@ -150,13 +150,13 @@ def _memory_curve(curve: Sequence[Facts]) -> Markup:
 def _timeline(step: StepTimeline) -> TimelineFacts:
     bars = tuple(
         TimelineBar(
-            piece.label,
-            piece.phase,
-            piece.action.partition,
-            piece.action.micro_batch,
-            1000 * piece.begin,
-            1000 * (piece.end - piece.begin),
+            span.label,
+            span.phase,
+            span.action.partition,
+            span.action.micro_batch,
+            1000 * span.begin,
+            1000 * (span.end - span.begin),
         )
-        for piece in step.pieces
+        for span in step.spans
     )
     return TimelineFacts(bars, step.bubble)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling import cache, measurement_store
-from gpipe_cli.profiling.cache import Drift, ProfileCache, default_folder
-from gpipe_cli.profiling.layers import LayerTimes, Sample, layer_times
-from gpipe_cli.profiling.measurement_store import fingerprint
+from gpipe_cli.profiling import measurements
+from gpipe_cli.profiling.layer_times import layer_times
+from gpipe_cli.profiling.measurements import Drift, ProfileCache, default_folder, fingerprint
 from gpipe_cli.profiling.phase_times import PhaseTimes
+from gpipe_cli.profiling.records import LayerTimes, Sample
 
 SAMPLE = Sample(torch.zeros(2, 4))
 
@@ -37,7 +37,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         calls.append(seconds)
         return layer_times(module, sample, seconds=0, repeats=1)
 
-    monkeypatch.setattr(cache, "layer_times", watched)
+    monkeypatch.setattr(measurements, "layer_times", watched)
     return calls
 
 
@@ -45,8 +45,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def drift(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The multiple of the cached time that every check finds, if any is made; no clock is asked."""
     now = [1.0]
-    monkeypatch.setattr(cache, "recheck_layers", lambda *_: Drift("layer '0'", now[0]))
-    monkeypatch.setattr(cache, "recheck_phases", lambda *_, **__: Drift("a pipeline", now[0]))
+    monkeypatch.setattr(measurements, "recheck_layers", lambda *_: Drift("layer '0'", now[0]))
+    monkeypatch.setattr(measurements, "recheck_phases", lambda *_, **__: Drift("a pipeline", now[0]))
     return now
 
 
@@ -114,7 +114,7 @@ def test_the_cache_notes_how_busy_the_machine_was(
     load: float | None,
     noted: str,
 ) -> None:
-    monkeypatch.setattr(cache, "load_per_core", lambda: load)
+    monkeypatch.setattr(measurements, "load_per_core", lambda: load)
     ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
     (path,) = tmp_path.iterdir()
     document = json.loads(path.read_text())
@@ -167,7 +167,7 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
         calls.append(balance)
         return PhaseTimes(1, 2, 3, 4, 5, 0.5, len(calls))
 
-    monkeypatch.setattr(cache, "measure_phase_times", watched)
+    monkeypatch.setattr(measurements, "measure_phase_times", watched)
 
     def phases(balance: list[int], profiles: ProfileCache) -> PhaseTimes:
         devices = [torch.device("cpu")] * len(balance)
@@ -188,8 +188,8 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
 def test_a_pipeline_that_takes_another_time_now_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drift: list[float]
 ) -> None:
-    measurements = iter([PhaseTimes(2, 4, 0, 0, 0, 0.5, 0.5), PhaseTimes(1, 2, 0, 0, 0, 0.5, 0.5)])
-    monkeypatch.setattr(cache, "measure_phase_times", lambda *_, **__: next(measurements))
+    results = iter([PhaseTimes(2, 4, 0, 0, 0, 0.5, 0.5), PhaseTimes(1, 2, 0, 0, 0, 0.5, 0.5)])
+    monkeypatch.setattr(measurements, "measure_phase_times", lambda *_, **__: next(results))
     profiles = ProfileCache(tmp_path)
 
     def phases() -> PhaseTimes:
@@ -257,7 +257,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "infinite": lambda text: text.replace('"seconds": 1', '"seconds": Infinity'),
     "not a number": edited(lambda document: document["numbers"].__setitem__(0, [float("nan"), 1])),
     "no date": edited(lambda document: document.update(measured=5)),
-    "huge": lambda text: text + " " * (measurement_store.LARGEST + 1),
+    "huge": lambda text: text + " " * (measurements.LARGEST + 1),
 }
 
 
@@ -285,7 +285,7 @@ def test_a_damaged_or_hostile_file_is_ignored_and_said(
 )
 def test_no_document_is_taken_for_times_that_is_none(document: Any) -> None:
     with pytest.raises(ValueError, match="it "):
-        measurement_store._checked(document, {"layers": 2}, 2, 2)
+        measurements._checked(document, {"layers": 2}, 2, 2)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, measured: list[float]) -> None:

@@ -1,11 +1,11 @@
-"""Facts of a model that is not run: shapes, bytes and floating-point operations of every layer.
+"""Statistics of a model that is not run: shapes, bytes and floating-point operations of every layer.
 
-    facts = model_facts(sequence, Sample(input, target, loss))
-    facts.layers[3].saved_bytes         # of one micro-batch, as if the layer were alone
-    facts.saved_bytes(0, 4)             # of layers 0..3 together, where an output is the next layer's input
-    facts.boundary(4)                   # what crosses into layer 4 from those before it
-    facts.partition_input(4, 8)         # what a partition of layers 4..7 receives
-    facts.flops[3].forward
+    stats = model_stats(sequence, Sample(input, target, loss))
+    stats.layers[3].saved_bytes         # of one micro-batch, as if the layer were alone
+    stats.saved_bytes(0, 4)             # of layers 0..3 together, where an output is the next layer's input
+    stats.boundary(4)                   # what crosses into layer 4 from those before it
+    stats.partition_input(4, 8)         # what a partition of layers 4..7 receives
+    stats.operations[3].forward_flops
 
 A copy of the sequence runs with fake tensors, so the original may be on the meta device or larger than memory. The
 sample is one micro-batch. Layers run as in a pipe: in train mode, with skips, the loss as part of the last layer.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.profiling.layers import LayerFacts, Sample, SavedTensors, Shape, frozen_layers
+from gpipe_cli.profiling.records import LayerStats, Sample, SavedTensors, Shape, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names, original_output
 from gpipe_cli.sequential.equal_layers import MOST_EQUAL, LayerSample, layer_key
@@ -41,7 +41,7 @@ from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 @final
 @dataclass(frozen=True)
-class BoundaryFacts:
+class Boundary:
     """What one micro-batch carries from one layer to the next: the value, then skips on their way."""
 
     shapes: tuple[Shape, ...]
@@ -56,25 +56,24 @@ class LayerOperations:
     forward: Sequence[Operation]
     backward: Sequence[Operation]
 
+    @cached_property
+    def forward_flops(self) -> int:
+        return sum(operation.flops for operation in self.forward)
+
+    @cached_property
+    def backward_flops(self) -> int:
+        return sum(operation.flops for operation in self.backward)
+
 
 @final
 @dataclass(frozen=True)
-class LayerFlops:
-    """Of one micro-batch."""
-
-    forward: int
-    backward: int
-
-
-@final
-@dataclass(frozen=True)
-class ModelFacts:
-    input: BoundaryFacts
+class ModelStats:
+    input: Boundary
     """What enters the first layer."""
-    layers: tuple[LayerFacts, ...]
+    layers: tuple[LayerStats, ...]
     operations: tuple[LayerOperations, ...]
     """One per layer, of one micro-batch; none if they were not counted."""
-    skips: tuple[SkipFacts, ...]
+    skips: tuple[SkipStats, ...]
     storages: tuple[Mapping[int, int], ...]
     """For each layer what it keeps for backward: bytes by a number that tells storages apart."""
     frozen_layers: int = 0
@@ -102,14 +101,6 @@ class ModelFacts:
             together.update(self.storages[place])
         return sum(together.values())
 
-    @cached_property
-    def flops(self) -> tuple[LayerFlops, ...]:
-        """One per layer, of one micro-batch; none if they were not counted."""
-        return tuple(
-            LayerFlops(*(sum(each.flops for each in way) for way in (layer.forward, layer.backward)))
-            for layer in self.operations
-        )
-
     def saved_bytes(self, begin: int, end: int) -> int:
         """Saved by layers `begin` to `end` (exclusive) for one micro-batch; shared storages count once."""
         return self._saved_bytes(range(begin, end))
@@ -118,17 +109,17 @@ class ModelFacts:
         """What a partition keeps of one micro-batch to recompute it: its input, unless it has no backward."""
         return self.partition_input(begin, end).bytes if end > self.frozen_layers else 0
 
-    def boundary(self, layer: int) -> BoundaryFacts:
+    def boundary(self, layer: int) -> Boundary:
         """What crosses into `layer` from those before it; `boundary(len(layers))` is the output."""
         return self.partition_input(layer, len(self.layers))
 
-    def partition_input(self, begin: int, end: int) -> BoundaryFacts:
+    def partition_input(self, begin: int, end: int) -> Boundary:
         """What a partition of layers `begin` to `end` (exclusive) receives: skips to later partitions are left out."""
         if begin == 0:
             return self.input
         skips = [skip for skip in self.skips if skip.begin < begin <= skip.end < end]
         before = self.layers[begin - 1]
-        return BoundaryFacts(
+        return Boundary(
             (*before.output_shape, *(skip.shape for skip in skips)),
             before.output_bytes + sum(skip.bytes for skip in skips),
         )
@@ -136,7 +127,7 @@ class ModelFacts:
 
 @final
 @dataclass(frozen=True)
-class SkipFacts:
+class SkipStats:
     """A tensor that layer `begin` stashes and layer `end` pops."""
 
     begin: int
@@ -145,19 +136,19 @@ class SkipFacts:
     bytes: int
 
 
-def model_facts(module: nn.Sequential, sample: Sample, *, count_flops: bool = True) -> ModelFacts:
+def model_stats(module: nn.Sequential, sample: Sample, *, count_flops: bool = True) -> ModelStats:
     """Run one micro-batch with fake tensors; without FLOPs only its forward, in a third of the time."""
     names = layer_names(module)
     with fake_tensors(), torch.enable_grad():
         run = _FakeRun(module, names, OperationRecorder() if count_flops else None)
         run.run(sample)
     inputs = tensors_of(sample.input)
-    return ModelFacts(
-        input=BoundaryFacts(
+    return ModelStats(
+        input=Boundary(
             tuple(tuple(tensor.shape) for tensor in inputs), sum(tensor.nbytes for tensor in inputs)
         ),
         layers=tuple(
-            saved.facts(index, names[index], layer)
+            saved.stats(index, names[index], layer)
             for index, (saved, layer) in enumerate(zip(run.saved, module, strict=True))
         ),
         operations=tuple(run.operations),
@@ -320,7 +311,7 @@ class _RecordedSkips:
     layer: int = 0
     _stashed: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     _popping: set[int] = field(default_factory=set)
-    popped: list[SkipFacts] = field(default_factory=list)
+    popped: list[SkipStats] = field(default_factory=list)
     _values: dict[SkipName, tuple[int, Tensor | None]] = field(default_factory=dict)
 
     def save(self, name: SkipName, value: Tensor | None) -> None:
@@ -332,7 +323,7 @@ class _RecordedSkips:
         begin, value = self._values.pop(name)
         self._popping.add(self.layer)
         if value is not None:
-            self.popped.append(SkipFacts(begin, self.layer, tuple(value.shape), value.nbytes))
+            self.popped.append(SkipStats(begin, self.layer, tuple(value.shape), value.nbytes))
         return None if value is None else _leaf(value)
 
     def stashed_by(self, layer: int) -> Sequence[Tensor]:

@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.partition_memory import activation_bytes
+from gpipe_cli.profiling.memory import activation_bytes
+from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 BALANCE = [3, 2, 3]
@@ -76,7 +76,7 @@ def test_the_activations_counted_are_those_a_pipe_keeps(schedule: str, chunks: i
     input, target = torch.randn(8, 8), torch.randn(8, 8)
     sample = Sample(input[: 8 // chunks], target[: 8 // chunks], functional.mse_loss)
     spec = PipelineSpec(schedule, 3, chunks, "never")
-    counted = activation_bytes(model_facts(model, sample, count_flops=False), BALANCE, spec)
+    counted = activation_bytes(model_stats(model, sample, count_flops=False), BALANCE, spec)
     meters = _watched(model)
 
     with GPipe(

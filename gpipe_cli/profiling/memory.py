@@ -13,7 +13,7 @@ from typing import final
 
 from torch import nn
 
-from gpipe_cli.profiling.facts import ModelFacts
+from gpipe_cli.profiling.model_stats import ModelStats
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, StateBytes, state_by_parameter
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
@@ -40,7 +40,7 @@ class PartitionMemory:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
-def activation_bytes(facts: ModelFacts, balance: Sequence[int], spec: PipelineSpec) -> list[int]:
+def activation_bytes(facts: ModelStats, balance: Sequence[int], spec: PipelineSpec) -> list[int]:
     """The most that each partition keeps for backward at once."""
     return [
         peaks.bytes(facts.saved_bytes(begin, end), facts.recompute_bytes(begin, end))
@@ -50,7 +50,7 @@ def activation_bytes(facts: ModelFacts, balance: Sequence[int], spec: PipelineSp
 
 def partition_memory(
     module: nn.Sequential,
-    facts: ModelFacts,
+    facts: ModelStats,
     balance: Sequence[int],
     spec: PipelineSpec,
     optimizer: MakeOptimizer | StateBytes,
@@ -68,7 +68,7 @@ def partition_memory(
 def with_bytes(
     costs: Sequence[PartitionCost],
     module: nn.Sequential,
-    facts: ModelFacts,
+    facts: ModelStats,
     balance: Sequence[int],
     optimizer: MakeOptimizer | StateBytes,
     kept: KeptState = whole_state,

@@ -10,9 +10,10 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.cross_entropy import CrossEntropy, TokenCrossEntropy
 from gpipe_cli.models import gpt, unet
 from gpipe_cli.models.resnet import build as resnet
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample, profile_layers
-from gpipe_cli.profiling.partition_memory import activation_bytes
+from gpipe_cli.profiling.layer_times import layer_stats
+from gpipe_cli.profiling.memory import activation_bytes
+from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.skip import pop, skippable, stash
 from tests.distributed.tasks import make
@@ -103,8 +104,7 @@ CASES = {
 
 @pytest.mark.parametrize(("module", "sample"), CASES.values(), ids=CASES)
 def test_what_is_said_without_running_is_what_a_run_shows(module: nn.Sequential, sample: Sample) -> None:
-    measured = profile_layers(module, sample, seconds=0, repeats=1)
-    assert list(model_facts(module, sample).layers) == [profile.facts for profile in measured]
+    assert list(model_stats(module, sample).layers) == layer_stats(module, sample)
 
 
 def test_nothing_is_touched() -> None:
@@ -112,7 +112,7 @@ def test_nothing_is_touched() -> None:
     module.eval()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     generator = torch.get_rng_state()
-    model_facts(module, sample)
+    model_stats(module, sample)
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert not any(submodule.training for submodule in module.modules())
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -124,28 +124,28 @@ def test_a_model_far_larger_than_memory_is_judged() -> None:
     width = 200_000
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
-    facts = model_facts(module, Sample(torch.empty(2, width, device="meta")))
-    assert [layer.parameter_bytes for layer in facts.layers] == [4 * (width * width + width)] * 3
-    assert [layer.saved_bytes for layer in facts.layers] == [4 * 2 * width] * 3
-    assert facts.flops[1].forward == 2 * 2 * width * width
+    stats = model_stats(module, Sample(torch.empty(2, width, device="meta")))
+    assert [layer.parameter_bytes for layer in stats.layers] == [4 * (width * width + width)] * 3
+    assert [layer.saved_bytes for layer in stats.layers] == [4 * 2 * width] * 3
+    assert stats.operations[1].forward_flops == 2 * 2 * width * width
 
 
 def test_what_neighbours_share_is_counted_once_for_both() -> None:
     """Tanh keeps its output, and the linear layer keeps the same tensor as its input."""
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    facts = model_facts(module, Sample(torch.randn(4, 16)))
+    stats = model_stats(module, Sample(torch.randn(4, 16)))
     activation = 4 * 16 * 4
-    assert [layer.saved_bytes for layer in facts.layers] == [activation] * 3
-    assert facts.saved_bytes(0, 3) == 2 * activation
-    assert facts.saved_bytes(1, 3) == activation
-    assert facts.saved_bytes(2, 2) == 0
+    assert [layer.saved_bytes for layer in stats.layers] == [activation] * 3
+    assert stats.saved_bytes(0, 3) == 2 * activation
+    assert stats.saved_bytes(1, 3) == activation
+    assert stats.saved_bytes(2, 2) == 0
 
 
 def test_skips_cross_every_border_between_their_layers() -> None:
     module, sample = CASES["integers, skips, tuples"]
-    facts = model_facts(module, sample)
+    stats = model_stats(module, sample)
     value = (3, 5, 16)
-    assert [facts.boundary(layer).shapes for layer in range(1, 7)] == [
+    assert [stats.boundary(layer).shapes for layer in range(1, 7)] == [
         (value,),
         (value, value),
         (value, value, value),
@@ -153,33 +153,33 @@ def test_skips_cross_every_border_between_their_layers() -> None:
         (value, value),
         (value,),
     ]
-    assert facts.boundary(3).bytes == 3 * 4 * 3 * 5 * 16
-    assert facts.boundary(0).shapes == ((3, 5),) and facts.boundary(0).bytes == 8 * 3 * 5
+    assert stats.boundary(3).bytes == 3 * 4 * 3 * 5 * 16
+    assert stats.boundary(0).shapes == ((3, 5),) and stats.boundary(0).bytes == 8 * 3 * 5
 
 
 def test_a_skip_arrives_only_where_it_is_popped() -> None:
     module, sample = CASES["integers, skips, tuples"]
-    facts = model_facts(module, sample)
+    stats = model_stats(module, sample)
     value = (3, 5, 16)
-    assert facts.partition_input(3, 5).shapes == (value, value)  # of a pair, while the skip passes by
-    assert facts.partition_input(5, 6).shapes == (value, value)  # a tensor and the skip
-    assert facts.partition_input(0, 6).shapes == ((3, 5),)
+    assert stats.partition_input(3, 5).shapes == (value, value)  # of a pair, while the skip passes by
+    assert stats.partition_input(5, 6).shapes == (value, value)  # a tensor and the skip
+    assert stats.partition_input(0, 6).shapes == ((3, 5),)
 
 
 def test_masks_whole_numbers_and_tensors_without_elements_count_as_skips() -> None:
     """Of three rows of seven tokens: the mask has a byte each, a length is one number, the others are empty."""
     module, sample = CASES["keyword arguments"]
-    facts = model_facts(module, sample)
-    skips = {(skip.begin, skip.end, skip.shape): skip.bytes for skip in facts.skips}
+    stats = model_stats(module, sample)
+    skips = {(skip.begin, skip.end, skip.shape): skip.bytes for skip in stats.skips}
     assert skips == {(0, 4, (3,)): 24, (0, 7, (3, 7)): 21, (0, 7, (3, 0)): 0, (0, 7, (3, 0, 6)): 0}
     value = 4 * 3 * 7 * 6
-    assert facts.input.bytes == 2 * 8 * 3 * 7
-    assert facts.partition_input(4, 6).bytes == value + 24
-    assert facts.partition_input(6, 8).bytes == value + 21
+    assert stats.input.bytes == 2 * 8 * 3 * 7
+    assert stats.partition_input(4, 6).bytes == value + 24
+    assert stats.partition_input(6, 8).bytes == value + 21
     recomputed = PipelineSpec("gpipe", 3, 2, checkpoint="always")
-    inputs = [facts.input.bytes, value + 24, value + 21]
-    saved = [facts.saved_bytes(begin, end) for begin, end in ((0, 4), (4, 6), (6, 8))]
-    for kept, input, graph in zip(activation_bytes(facts, [4, 2, 2], recomputed), inputs, saved, strict=True):
+    inputs = [stats.input.bytes, value + 24, value + 21]
+    saved = [stats.saved_bytes(begin, end) for begin, end in ((0, 4), (4, 6), (6, 8))]
+    for kept, input, graph in zip(activation_bytes(stats, [4, 2, 2], recomputed), inputs, saved, strict=True):
         assert kept == 2 * input + graph
 
 
@@ -191,19 +191,19 @@ def test_operations_are_counted_per_layer_both_ways() -> None:
         nn.Flatten(),
         nn.Linear(8 * 36, 5, bias=False),
     )
-    facts = model_facts(module, Sample(torch.randn(2, 4, 8, 8)))
+    stats = model_stats(module, Sample(torch.randn(2, 4, 8, 8)))
     convolution, linear = 2 * 2 * 36 * (8 * 1 * 9), 2 * 2 * 8 * 36 * 5
-    assert [count.forward for count in facts.flops] == [convolution, 0, 0, 0, linear]
+    assert [layer.forward_flops for layer in stats.operations] == [convolution, 0, 0, 0, linear]
     # The input needs no gradient, so the first layer does half of what the last one does.
-    assert [count.backward for count in facts.flops] == [convolution, 0, 0, 0, 2 * linear]
+    assert [layer.backward_flops for layer in stats.operations] == [convolution, 0, 0, 0, 2 * linear]
 
 
 def test_attention_counts_on_a_cpu_too() -> None:
     module, sample = CASES["attention"]
-    flops = model_facts(module, sample).flops[1]
+    layer = model_stats(module, sample).operations[1]
     projection, product = 2 * 96 * 16 * 48, 2 * 3 * 2 * 32 * 32 * 8
-    assert flops.forward == projection + 2 * product
-    assert flops.backward == 2 * projection + 5 * product
+    assert layer.forward_flops == projection + 2 * product
+    assert layer.backward_flops == 2 * projection + 5 * product
 
 
 def test_backward_of_a_skip_belongs_to_the_layer_that_stashed_it() -> None:
@@ -226,28 +226,28 @@ def test_backward_of_a_skip_belongs_to_the_layer_that_stashed_it() -> None:
 
     module = nn.Sequential(nn.Linear(6, 6, bias=False), Late(), nn.ReLU(), Sum())
     product = 2 * 3 * 6 * 6
-    flops = model_facts(module, Sample(torch.randn(3, 6))).flops
-    assert [count.backward for count in flops] == [product, 2 * product, 0, 0]
+    layers = model_stats(module, Sample(torch.randn(3, 6))).operations
+    assert [layer.backward_flops for layer in layers] == [product, 2 * product, 0, 0]
 
 
 def test_a_layer_that_looks_at_values_is_named() -> None:
     module = nn.Sequential(nn.Linear(4, 4), Looking())
     with pytest.raises(ConfigError, match=r"layer '1' \(Looking\) looks at the values of its tensors"):
-        model_facts(module, Sample(torch.randn(2, 4)))
+        model_stats(module, Sample(torch.randn(2, 4)))
 
 
 def test_a_layer_that_does_not_fit_is_named() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4))
     with pytest.raises(RuntimeError) as caught:
-        model_facts(module, Sample(torch.randn(2, 4)))
+        model_stats(module, Sample(torch.randn(2, 4)))
     assert caught.value.__notes__ == ["in layer '1' (Linear), without values"]
 
 
 def test_without_flops_the_rest_is_the_same() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
     sample = Sample(torch.randn(2, 3, 8, 8))
-    counted, quick = model_facts(module, sample), model_facts(module, sample, count_flops=False)
-    assert quick.flops == ()
+    counted, quick = model_stats(module, sample), model_stats(module, sample, count_flops=False)
+    assert quick.operations == ()
     assert quick.layers == counted.layers
     assert [sorted(storages.values()) for storages in quick.storages] == [
         sorted(storages.values()) for storages in counted.storages
@@ -265,10 +265,10 @@ def test_equal_layers_are_looked_at_once_and_say_the_same() -> None:
         return built
 
     sample = Sample(torch.randint(256, (2, 32)), torch.randint(256, (2, 32)), TokenCrossEntropy())
-    repeated, looked_at = (model_facts(model(differ=differ), sample) for differ in (False, True))
+    repeated, looked_at = (model_stats(model(differ=differ), sample) for differ in (False, True))
     assert repeated.operations[2] is repeated.operations[1]
     assert looked_at.operations[2] is not looked_at.operations[1]
-    ways = [[(each.forward, each.backward) for each in facts.operations] for facts in (repeated, looked_at)]
+    ways = [[(each.forward, each.backward) for each in stats.operations] for stats in (repeated, looked_at)]
     assert ways[0] == ways[1]
     assert repeated.layers == looked_at.layers
     ranges = [(begin, end) for begin in range(8) for end in range(begin + 1, 9)]
@@ -279,10 +279,10 @@ def test_equal_layers_are_looked_at_once_and_say_the_same() -> None:
 
 def test_fewer_equal_layers_are_measured_where_memory_is_short() -> None:
     module = nn.Sequential(nn.Linear(4, 8), *(nn.Linear(8, 8) for _ in range(98)), nn.Linear(8, 4))
-    facts = model_facts(module, Sample(torch.randn(2, 4)))
+    stats = model_stats(module, Sample(torch.randn(2, 4)))
 
     def layers(room: float) -> int:
-        return len(facts.layer_sample(room).places)
+        return len(stats.layer_sample(room).places)
 
     each = 2 * (8 * 8 + 8) * 4 + 2 * 8 * 4  # parameters, gradients, and the input of the micro-batch
     assert layers(inf) == 67 and layers(67 * each) == 67
@@ -301,13 +301,13 @@ def test_layers_that_look_the_same_but_differ_in_a_number_are_told_apart() -> No
                 input = self.linear(input)
             return input
 
-    facts = model_facts(nn.Sequential(Repeats(1), Repeats(2), Repeats(1)), Sample(torch.randn(2, 4)))
-    assert [layer.forward for layer in facts.flops] == [64, 128, 64]
+    stats = model_stats(nn.Sequential(Repeats(1), Repeats(2), Repeats(1)), Sample(torch.randn(2, 4)))
+    assert [layer.forward_flops for layer in stats.operations] == [64, 128, 64]
 
 
 def test_kernels_move_the_bytes_of_their_tensors() -> None:
-    facts = model_facts(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout()), Sample(torch.randn(4, 8)))
-    (linear, relu, dropout) = facts.operations
+    stats = model_stats(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout()), Sample(torch.randn(4, 8)))
+    (linear, relu, dropout) = stats.operations
     assert [(each.name, each.activation_bytes, each.weight_bytes) for each in linear.forward] == [
         ("addmm", 4 * (4 * 8 + 4 * 16), 4 * (8 * 16 + 16))
     ]
@@ -326,8 +326,8 @@ def test_copies_of_weights_in_16_bits_do_not_grow_with_the_rows() -> None:
     weight = 8 * 16
     for rows in (1, 5):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            facts = model_facts(module, Sample(torch.randn(rows, 8)))
-        second = facts.operations[1]
+            stats = model_stats(module, Sample(torch.randn(rows, 8)))
+        second = stats.operations[1]
         assert [(each.name, each.weight_bytes) for each in second.forward] == [
             ("_to_copy", (4 + 2) * weight),
             ("mm", 2 * weight),

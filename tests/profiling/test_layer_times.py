@@ -6,27 +6,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.profiling.layers import Sample, profile_layers
+from gpipe_cli.profiling.layer_times import layer_stats, layer_times
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.torch_internals.thread_modes import current_saved_tensors_hooks
 
 
 def test_every_layer_is_measured_and_counted() -> None:
     module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(inplace=True), nn.Linear(256, 4, bias=False))
-    layers = profile_layers(module, Sample(torch.randn(8, 64)), seconds=0)
-    assert [layer.facts.name for layer in layers] == ["0", "1", "2"]
-    assert [layer.facts.type for layer in layers] == ["Linear", "ReLU", "Linear"]
-    assert [layer.facts.parameters for layer in layers] == [64 * 256 + 256, 0, 1024]
-    assert [layer.facts.parameter_bytes for layer in layers] == [4 * (64 * 256 + 256), 0, 4096]
-    assert [layer.facts.output_shape for layer in layers] == [((8, 256),), ((8, 256),), ((8, 4),)]
-    assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in layers)
+    layers = layer_stats(module, Sample(torch.randn(8, 64)))
+    assert [layer.name for layer in layers] == ["0", "1", "2"]
+    assert [layer.type for layer in layers] == ["Linear", "ReLU", "Linear"]
+    assert [layer.parameters for layer in layers] == [64 * 256 + 256, 0, 1024]
+    assert [layer.parameter_bytes for layer in layers] == [4 * (64 * 256 + 256), 0, 4096]
+    assert [layer.output_shape for layer in layers] == [((8, 256),), ((8, 256),), ((8, 4),)]
+    times = layer_times(module, Sample(torch.randn(8, 64)), seconds=0)
+    assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in times)
 
 
 def test_saved_bytes_count_a_storage_once_and_no_parameters() -> None:
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Flatten())
-    layers = profile_layers(module, Sample(torch.randn(4, 16)), seconds=0)
+    layers = layer_stats(module, Sample(torch.randn(4, 16)))
     # A linear layer keeps its input for the weight's gradient, tanh its output, a view nothing.
-    assert [layer.facts.saved_bytes for layer in layers] == [4 * 16 * 4, 4 * 16 * 4, 0]
+    assert [layer.saved_bytes for layer in layers] == [4 * 16 * 4, 4 * 16 * 4, 0]
 
 
 def test_the_model_its_buffers_its_mode_and_the_generators_stay_as_they_were() -> None:
@@ -39,7 +41,8 @@ def test_the_model_its_buffers_its_mode_and_the_generators_stay_as_they_were() -
     sample = torch.randn(4, 3, 8, 8)
     generator = torch.get_rng_state()
     threads = threading.active_count()
-    profile_layers(module, Sample(sample), seconds=0)
+    layer_stats(module, Sample(sample))
+    layer_times(module, Sample(sample), seconds=0)
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert [layer.training for layer in module] == [False, True, False, False, False]
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -73,9 +76,10 @@ class Sum(nn.Module):
 
 def test_skips_tuples_and_integer_inputs_are_profiled() -> None:
     module = nn.Sequential(nn.Embedding(10, 4), Stash(), Pair(), Sum(), nn.Linear(4, 4), Pop())
-    layers = profile_layers(module, Sample(torch.randint(10, (3, 5))), seconds=0)
-    assert len(layers) == 6
-    assert layers[2].facts.output_shape == ((3, 5, 4), (3, 5, 4))
+    sample = Sample(torch.randint(10, (3, 5)))
+    layers = layer_stats(module, sample)
+    assert len(layers) == len(layer_times(module, sample, seconds=0)) == 6
+    assert layers[2].output_shape == ((3, 5, 4), (3, 5, 4))
 
 
 def test_gradients_that_are_there_already_are_refused() -> None:
@@ -83,20 +87,20 @@ def test_gradients_that_are_there_already_are_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     module(torch.randn(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="some parameter already has gradient"):
-        profile_layers(module, Sample(torch.randn(1, 2)))
+        layer_times(module, Sample(torch.randn(1, 2)))
 
 
 def test_a_frozen_layer_has_no_backward_of_its_own() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     module[0].requires_grad_(False)
-    layers = profile_layers(module, Sample(torch.randn(3, 4)), seconds=0)
+    layers = layer_times(module, Sample(torch.randn(3, 4)), seconds=0)
     assert layers[0].backward_ms == 0 and layers[1].backward_ms > 0
 
 
 @pytest.mark.accelerator
 def test_on_an_accelerator_layers_are_timed_by_events_and_come_home(accelerators: list[torch.device]) -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    layers = profile_layers(module, Sample(torch.randn(128, 64)).to(accelerators[0]), seconds=0)
+    layers = layer_times(module, Sample(torch.randn(128, 64)).to(accelerators[0]), seconds=0)
     assert layers[0].forward_ms > 0 and layers[2].backward_ms > 0
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
 
@@ -108,5 +112,5 @@ class _Fails(nn.Module):
 
 def test_a_layer_that_fails_leaves_no_hooks_on_saved_tensors() -> None:
     with pytest.raises(RuntimeError, match="this layer fails"):
-        profile_layers(nn.Sequential(nn.Linear(4, 4), _Fails()), Sample(torch.randn(2, 4)), seconds=0)
+        layer_stats(nn.Sequential(nn.Linear(4, 4), _Fails()), Sample(torch.randn(2, 4)))
     assert current_saved_tensors_hooks() is None

@@ -1,0 +1,146 @@
+"""Time and memory of every layer, measured as the pipeline runs it: each layer is a partition of its own.
+
+So in-place layers, skips, tuples, integer inputs and keyed randomness need nothing special here. One worker runs all
+layers one after the other, with the caller's thread count. The model is unchanged afterwards.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.microbatch import tensors_of
+from gpipe_cli.pipeline.partitioning import move_to_devices
+from gpipe_cli.profiling.records import (
+    LayerStats,
+    LayerTimes,
+    Sample,
+    SavedTensors,
+    frozen_layers,
+    has_values,
+    preserved,
+)
+from gpipe_cli.profiling.timeline import IsLate, StepTimeline, never_late, run_steps
+from gpipe_cli.sequential import layer_names
+from gpipe_cli.torch_internals.tensor_memory import storage_of
+
+MOST_REPEATS = 50
+
+
+def layer_stats(module: nn.Sequential, sample: Sample) -> list[LayerStats]:
+    """Run one step, in which every layer is watched; nothing of it can be timed."""
+    with _layer_by_layer(module, sample) as pipe:
+        saved = _saved_tensors(pipe, sample)
+    return [
+        own.stats(index, name, layer)
+        for index, (own, name, layer) in enumerate(zip(saved, layer_names(module), module, strict=True))
+    ]
+
+
+def layer_times(
+    module: nn.Sequential,
+    sample: Sample,
+    *,
+    seconds: float = 1.0,
+    repeats: int = 5,
+    most_repeats: int = MOST_REPEATS,
+    is_late: IsLate = never_late,
+) -> list[LayerTimes]:
+    """Medians of at least `repeats` runs, and of up to `most_repeats` while `seconds` last."""
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
+    with _layer_by_layer(module, sample) as pipe:
+        steps = run_steps(
+            pipe,
+            partial(_step, pipe, sample),
+            least=repeats,
+            most=most_repeats,
+            seconds=seconds,
+            is_late=is_late,
+        )
+    for span in (span for step in steps for span in step.spans):
+        times[span.action.partition, span.phase].append(span.end - span.begin)
+    frozen = frozen_layers(module, sample)
+    # Medians, because a burst of other work on the machine disturbs some runs, not half of them.
+    return [
+        LayerTimes(
+            1000 * statistics.median(times[index, "forward"]),
+            # A layer without a backward still has the action, which takes a moment to do nothing.
+            0.0 if index < frozen else 1000 * statistics.median(times[index, "backward"]),
+        )
+        for index in range(len(module))
+    ]
+
+
+def forward_times(module: nn.Sequential, sample: Sample, runs: int) -> list[list[float]]:
+    """Milliseconds of every layer's forward in each run, without the loss; far quicker than `layer_times`."""
+    with _layer_by_layer(module, sample) as pipe:
+        steps = run_steps(pipe, partial(_forward, pipe, sample), least=runs, warm_up=1)
+    return [_forward_ms(step, len(module)) for step in steps]
+
+
+def _forward_ms(step: StepTimeline, layers: int) -> list[float]:
+    forwards = {span.action.partition: span for span in step.spans if span.phase == "forward"}
+    return [1000 * (forwards[index].end - forwards[index].begin) for index in range(layers)]
+
+
+@contextmanager
+def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[PlainPipe]:
+    """A pipe in which each layer is a partition."""
+    if not has_values(module):
+        raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
+    device = tensors_of(sample.input)[0].device
+    with preserved(module, device=True):
+        move_to_devices([module], [device])
+        with PlainPipe(module, [1] * len(module), device=device) as pipe:
+            yield pipe
+
+
+def _forward(pipe: PlainPipe, sample: Sample) -> Any:
+    # The pipe draws its key from torch's default generator, which must be left where it was.
+    with torch.random.fork_rng(devices=[]):
+        return pipe(sample.input)
+
+
+def _step(pipe: PlainPipe, sample: Sample) -> None:
+    if sample.loss is not None and sample.target is not None:
+        pipe.step(sample.input, sample.target, sample.loss, key=0)
+        return
+    roots = [tensor for tensor in tensors_of(_forward(pipe, sample)) if tensor.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _saved_tensors(pipe: PlainPipe, sample: Sample) -> list[SavedTensors]:
+    """Run one step with hooks on every layer."""
+
+    def before(saved: SavedTensors, layer: nn.Module, inputs: Any) -> None:
+        saved.__enter__()
+
+    def after(saved: SavedTensors, layer: nn.Module, inputs: Any, output: Any) -> None:
+        saved.__exit__(None, None, None)
+        saved.note_output(output)
+
+    parameters = {storage_of(parameter) for parameter in pipe.parameters()}
+    by_layer = [SavedTensors(parameters) for _ in pipe]
+    handles = []
+    for saved, layer in zip(by_layer, pipe, strict=True):
+        handles.append(layer.register_forward_pre_hook(partial(before, saved)))
+        handles.append(layer.register_forward_hook(partial(after, saved)))
+    try:
+        _step(pipe, replace(sample, loss=sample.loss and by_layer[-1].including(sample.loss)))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for saved in by_layer:
+            saved.leave_failed_layer()
+    return by_layer
