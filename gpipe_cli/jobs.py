@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NoReturn
 
-from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.config.compose import JobConfig, Request, settings_of
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig

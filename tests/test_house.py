@@ -12,7 +12,7 @@ from tests.support.package_source import sources, trees
 
 VAGUE_NAMES = {"utils", "helpers", "common", "misc"}
 DEVICE_TYPES = {"cuda", "hip", "xpu", "mps", "npu", "mtia"}
-KNOWS_DEVICE_TYPES = ("accelerator", "torch_internals/cuda_sanitizer.py")
+KNOWS_DEVICE_TYPES = ("accelerator", "torch_internals/dispatch_modes.py")
 """The sanitizer is a private part of torch.cuda, and no other kind of device has one."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60

@@ -14,8 +14,8 @@ from typing import overload
 
 from torch import nn
 
+from gpipe_cli.accelerator.device_errors import is_out_of_memory
 from gpipe_cli.accelerator.devices import Device, device_here
-from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
 from gpipe_cli.balance.solver import (

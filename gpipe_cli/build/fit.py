@@ -12,6 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.build.layer_check import (
+    LayerMisfit,
+    check_first_layer,
+    layer_that_rejects_one_row,
+    output_without_storage,
+    run_copy,
+)
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.step import make_loss, metrics_of
 from gpipe_cli.config.keys import list_options
@@ -21,13 +28,6 @@ from gpipe_cli.data.loading import replica_part
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.losses.cross_entropy import TokenCrossEntropy
 from gpipe_cli.losses.measures import Measure, main_scores, predicts_numbers
-from gpipe_cli.pipeline.layer_check import (
-    LayerMisfit,
-    check_first_layer,
-    layer_that_rejects_one_row,
-    output_without_storage,
-    run_copy,
-)
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.profiling.records import has_values
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, final
 
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
-from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.data.datasets import Data, Samples, hold_out

@@ -19,14 +19,14 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
+from gpipe_cli.build.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.models.weights import LoadedWeights, load_weights
-from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.snapshots.base_weights import BaseWeights, base_weights

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import default_partitions, free_host_bytes, resolve_devices, set_threads
-from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.balance.time import LEAST_REPEATS, measured_repeats

@@ -14,8 +14,8 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import accelerators, available_devices, is_accelerator, resolve_devices
-from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.build.components import (
     engine_name,
     manual_balance,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.determinism import report_nondeterministic_operator
+from gpipe_cli.accelerator.device_errors import is_out_of_memory
 from gpipe_cli.accelerator.devices import available_cores
-from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import TrainedBytes, memory_objective
 from gpipe_cli.build.loader import BatchLoader

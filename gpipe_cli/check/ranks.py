@@ -29,7 +29,7 @@ from gpipe_cli.launch.rank import run_rank
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.launch.rank_setup import connect_ranks
 from gpipe_cli.pipeline.gpipe import GPipe
-from gpipe_cli.torch_internals.cuda_sanitizer import find_races, offers_sanitizer
+from gpipe_cli.torch_internals.dispatch_modes import find_races, offers_sanitizer
 
 TIMEOUT = 60.0
 """Seconds until the children must have finished; most of their time they import torch."""

@@ -10,8 +10,8 @@ from typing import Any, final
 
 import torch
 
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import is_accelerator
-from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe

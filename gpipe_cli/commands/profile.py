@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
-from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.balance.time import balance_times, partition_costs
 from gpipe_cli.build.components import traits_of_engine
 from gpipe_cli.build.parts import RunParts, build_parts

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
-from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.build.components import starts_ranks, traits_of_engine
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.optimizer import kept_state, optimizer_factory

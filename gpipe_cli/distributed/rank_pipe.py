@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
-from gpipe_cli.accelerator.memory import note_device
+from gpipe_cli.accelerator.device_errors import note_device
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec, ShapeInference
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.groups import RankCoords

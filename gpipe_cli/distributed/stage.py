@@ -30,13 +30,12 @@ from torch.distributed.pipelining import PipelineStage
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec, TensorSpec
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.groups import RankCoords
-from gpipe_cli.pipeline.batch_state import BatchState
+from gpipe_cli.pipeline.batch_state import BatchState, SavedForBackward
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.failures import add_note, failure_note
-from gpipe_cli.pipeline.forward_task import SavedForBackward
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.schedule.action import Action, Kind
-from gpipe_cli.torch_internals.tensor_memory import ALIGNMENT
+from gpipe_cli.torch_internals.tensors import ALIGNMENT
 
 _LOSS = torch.empty((), device="meta", requires_grad=True)
 """The loss, which the last stage returns to torch; torch sends it nowhere, so its shape does not matter in eval."""

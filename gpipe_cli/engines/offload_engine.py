@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.memory import is_out_of_memory
+from gpipe_cli.accelerator.device_errors import is_out_of_memory
 from gpipe_cli.engines.pipe_engine import Pipe, PipeEngine, load_scaler
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import (

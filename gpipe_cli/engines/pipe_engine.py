@@ -16,8 +16,8 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.device_errors import EVAL_CURE, STEP_CURE, report_out_of_memory
 from gpipe_cli.accelerator.devices import peak_bytes, reset_peaks
-from gpipe_cli.accelerator.memory import EVAL_CURE, STEP_CURE, report_out_of_memory
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess

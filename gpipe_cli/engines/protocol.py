@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.memory import STEP_CURE
+from gpipe_cli.accelerator.device_errors import STEP_CURE
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.transfers import Transfers

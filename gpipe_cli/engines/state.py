@@ -16,7 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.memory import is_out_of_memory
+from gpipe_cli.accelerator.device_errors import is_out_of_memory
 from gpipe_cli.engines.state_check import check_count, check_numbers, check_parameter_state, check_tensors
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, OptimizerStateShapes

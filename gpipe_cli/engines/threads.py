@@ -13,7 +13,7 @@ from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
 from gpipe_cli.schedule import traits
-from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
+from gpipe_cli.torch_internals.tensors import exchanges_memory
 
 TRAITS = EngineTraits(ignored_keys=frozenset({"data_parallel", "shard"}), has_timeline=True)
 

@@ -41,7 +41,7 @@ from gpipe_cli.schedule import ScheduleModule, traits
 from gpipe_cli.schedule import order as schedule_order
 from gpipe_cli.schedule.by_slice import order as slice_order
 from gpipe_cli.schedule.checkpoint import Checkpoint
-from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
+from gpipe_cli.torch_internals.tensors import exchanges_memory
 
 
 class OffloadedPipeBase(ThreadedPipe):

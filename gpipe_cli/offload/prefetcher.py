@@ -24,7 +24,7 @@ from gpipe_cli.offload.tiers import Region, Tier
 from gpipe_cli.offload.transfers import Copy, TransferWorker
 from gpipe_cli.pipeline.action_loop import PartitionVisit
 from gpipe_cli.pipeline.boundary import PartitionInput
-from gpipe_cli.torch_internals.tensor_memory import ALIGNMENT
+from gpipe_cli.torch_internals.tensors import ALIGNMENT
 
 
 class SliceCompletion(Protocol):

@@ -22,7 +22,7 @@ from gpipe_cli.offload.stored_tensors import padded
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes, update_bytes
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.torch_internals.tensor_memory import ALIGNMENT
+from gpipe_cli.torch_internals.tensors import ALIGNMENT
 from gpipe_cli.values import format_bytes
 
 SMALLEST_ALLOCATION = 512

@@ -21,7 +21,7 @@ from gpipe_cli.offload.stored_tensors import StoredTensors, placeholder
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.sequential.without_storage import UnloadedParameter
-from gpipe_cli.torch_internals.tensor_memory import exchanges_memory, storage_of
+from gpipe_cli.torch_internals.tensors import exchanges_memory, storage_of
 
 
 @final

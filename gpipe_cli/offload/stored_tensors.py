@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.offload.tiers import Tier
-from gpipe_cli.torch_internals.tensor_memory import ALIGNMENT, exchanges_memory, is_dense, storage_of
+from gpipe_cli.torch_internals.tensors import ALIGNMENT, exchanges_memory, is_dense, storage_of
 
 HOST = torch.device("cpu")
 

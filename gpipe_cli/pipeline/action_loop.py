@@ -17,7 +17,7 @@ from typing import Any, Protocol, final
 import torch
 
 from gpipe_cli.accelerator.copies import CopyTime
-from gpipe_cli.accelerator.memory import note_kernel_error
+from gpipe_cli.accelerator.device_errors import note_kernel_error
 from gpipe_cli.accelerator.streams import NO_STREAMS, set_current_device
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import PartitionInput
@@ -25,7 +25,7 @@ from gpipe_cli.pipeline.channels import ChannelClosed, Channels
 from gpipe_cli.pipeline.failures import add_note, failure_note
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.schedule.action import Action, Kind, Order
-from gpipe_cli.torch_internals.thread_modes import CallerModes
+from gpipe_cli.torch_internals.dispatch_modes import CallerModes
 
 _NO_MODES = _NO_LOCK = contextlib.nullcontext()
 

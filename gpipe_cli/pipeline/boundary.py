@@ -24,9 +24,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pytree import Template, unflatten
-from gpipe_cli.torch_internals.autograd_engine import apply
-from gpipe_cli.torch_internals.autograd_graph import ACCUMULATE_GRAD, graph_behind, node_type
-from gpipe_cli.torch_internals.tensor_memory import (
+from gpipe_cli.torch_internals.autograd import ACCUMULATE_GRAD, apply, graph_behind, node_type
+from gpipe_cli.torch_internals.tensors import (
     copy_memory,
     is_untracked_view,
     is_view,

@@ -11,10 +11,9 @@ from queue import SimpleQueue
 from typing import Any, final
 
 from gpipe_cli.accelerator.copies import CopyTime, DeviceCopy, start_copy
-from gpipe_cli.accelerator.memory import on_device
-from gpipe_cli.pipeline.batch_state import BatchState
+from gpipe_cli.accelerator.device_errors import on_device
+from gpipe_cli.pipeline.batch_state import BatchState, SavedForBackward
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
-from gpipe_cli.pipeline.forward_task import SavedForBackward
 from gpipe_cli.pipeline.partition import Partition
 
 

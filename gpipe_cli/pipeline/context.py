@@ -1,7 +1,7 @@
 """The state in which a layer runs: what the thread works on, and the thread-local state of the caller.
 
 Workers re-enter the caller's state. Context variables, and the dispatch and function modes that backward sees as well,
-are in `torch_internals.thread_modes`.
+are in `torch_internals.dispatch_modes`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import final
 
 import torch
 
-from gpipe_cli.torch_internals.thread_modes import SavedTensorsHooks, current_saved_tensors_hooks
+from gpipe_cli.torch_internals.dispatch_modes import SavedTensorsHooks, current_saved_tensors_hooks
 
 
 @final

@@ -30,7 +30,7 @@ from gpipe_cli.pipeline.pipe_function import attach_to_graph
 from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.pipeline.workers import WorkerPool
 from gpipe_cli.schedule import Action, Kind, Order
-from gpipe_cli.torch_internals.thread_modes import CallerModes
+from gpipe_cli.torch_internals.dispatch_modes import CallerModes
 
 MakeOrder = Callable[[int, int, int], Order]
 """Takes the numbers of partitions, micro-batches and workers."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.autograd import graph
 
-from gpipe_cli.accelerator.memory import is_out_of_memory, on_device
+from gpipe_cli.accelerator.device_errors import is_out_of_memory, on_device
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.schedule.action import Action
-from gpipe_cli.torch_internals.autograd_graph import Node, complaint, has_run, nodes_behind, number_of
+from gpipe_cli.torch_internals.autograd import Node, complaint, has_run, nodes_behind, number_of
 
 logger = logging.getLogger("gpipe_cli.pipeline")
 

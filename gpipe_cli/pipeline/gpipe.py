@@ -24,8 +24,8 @@ from gpipe_cli.schedule import ScheduleModule, order, traits
 from gpipe_cli.schedule.action import ScheduleTraits
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
 from gpipe_cli.schedule.own_orders import one_by_one
+from gpipe_cli.torch_internals.dispatch_modes import active_transform
 from gpipe_cli.torch_internals.gradient_reducers import is_inside_ddp
-from gpipe_cli.torch_internals.thread_modes import active_transform
 
 _BALANCE_HINT = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
 

@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gpipe_cli.accelerator.streams import finish_queued
+from gpipe_cli.pipeline.batch_state import SavedForBackward
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
-from gpipe_cli.pipeline.forward_task import SavedForBackward
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.sequential import layer_class
-from gpipe_cli.torch_internals.autograd_graph import nodes_behind, number_of
+from gpipe_cli.torch_internals.autograd import nodes_behind, number_of
 
 logger = logging.getLogger("gpipe_cli.layers")
 

@@ -17,21 +17,19 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from gpipe_cli.pipeline.batch_state import ForwardTask, SavedForBackward
 from gpipe_cli.pipeline.boundary import GraphLeakDetector, PartitionInput, shared_memory_written
 from gpipe_cli.pipeline.context import Running
 from gpipe_cli.pipeline.failures import layer_that_failed
-from gpipe_cli.pipeline.forward_task import ForwardTask, SavedForBackward
 from gpipe_cli.pipeline.layer import Layer, layer_seed, node_seed, warn_of_unkeyed
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.tied import NOTHING_TIED
 from gpipe_cli.pytree import Template, flatten
-from gpipe_cli.skip.layout import SkipRoute
-from gpipe_cli.skip.namespace import SkipName
-from gpipe_cli.skip.skippable import named_skippables
-from gpipe_cli.skip.tracker import use_skip_tracker
-from gpipe_cli.torch_internals.autograd_graph import next_number
+from gpipe_cli.skip.skippable import SkipRoute, named_skippables
+from gpipe_cli.skip.tracker import SkipName, use_skip_tracker
+from gpipe_cli.torch_internals.autograd import next_number
 from gpipe_cli.torch_internals.keyed_random import BACKWARD, KeyedRandom
-from gpipe_cli.torch_internals.tensor_memory import version_of
+from gpipe_cli.torch_internals.tensors import version_of
 
 _NO_SKIPS = _KEEP = contextlib.nullcontext()
 INPUT, LOSS, OUTPUT = "its input", "the loss function", "what its layers left"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.pipeline.layer import Layer
-from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of, versions_of
+from gpipe_cli.torch_internals.tensors import storage_of, version_of, versions_of
 
 _UNCHANGED = contextlib.nullcontext()
 

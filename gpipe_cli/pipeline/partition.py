@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from gpipe_cli.pipeline.batch_state import ForwardTask, SavedForBackward
 from gpipe_cli.pipeline.boundary import (
     NO_VALUE,
     Gradients,
@@ -27,15 +28,13 @@ from gpipe_cli.pipeline.boundary import (
     roots_of,
     shared_memory_written,
 )
-from gpipe_cli.pipeline.forward_task import ForwardTask, SavedForBackward
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.layer_loop import BackwardWatch, LayerLoop, LayerOutputs
 from gpipe_cli.pipeline.module_state import PartitionState, SharedState, modified_in_place
-from gpipe_cli.pipeline.partition_backward import SplitBackward
-from gpipe_cli.skip.layout import SkipRoute
-from gpipe_cli.torch_internals.autograd_engine import run_backward
-from gpipe_cli.torch_internals.autograd_graph import is_stale_view
-from gpipe_cli.torch_internals.tensor_memory import is_view, storage_of
+from gpipe_cli.pipeline.split_backward import SplitBackward
+from gpipe_cli.skip.skippable import SkipRoute
+from gpipe_cli.torch_internals.autograd import is_stale_view, run_backward
+from gpipe_cli.torch_internals.tensors import is_view, storage_of
 
 
 @final

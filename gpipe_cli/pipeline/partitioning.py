@@ -10,13 +10,13 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.memory import note_device
+from gpipe_cli.accelerator.device_errors import note_device
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.sequential.without_storage import load_parameters
-from gpipe_cli.skip.layout import SkipRoute, skip_layout
-from gpipe_cli.torch_internals.autograd_graph import has_hooks
+from gpipe_cli.skip.skippable import SkipRoute, skip_layout
+from gpipe_cli.torch_internals.autograd import has_hooks
 
 
 @final

@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import ANCHOR, Gradients
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pytree import unflatten
-from gpipe_cli.torch_internals.autograd_graph import fills_leaf, has_hooks, keeps_graph
+from gpipe_cli.torch_internals.autograd import fills_leaf, has_hooks, keeps_graph
 
 RunBackward = Callable[..., None]
 """`Executor.backward`."""

@@ -24,9 +24,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from gpipe_cli.accelerator.copies import DeviceCopy, start_copy
 from gpipe_cli.pipeline.module_state import modules_of, tensors_in
-from gpipe_cli.torch_internals.autograd_engine import run_backward
-from gpipe_cli.torch_internals.autograd_graph import has_hooks
-from gpipe_cli.torch_internals.tensor_memory import version_of
+from gpipe_cli.torch_internals.autograd import has_hooks, run_backward
+from gpipe_cli.torch_internals.tensors import version_of
 
 
 @final

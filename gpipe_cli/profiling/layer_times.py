@@ -32,7 +32,7 @@ from gpipe_cli.profiling.records import (
 )
 from gpipe_cli.profiling.timeline import IsLate, StepTimeline, never_late, run_steps
 from gpipe_cli.sequential import layer_names
-from gpipe_cli.torch_internals.tensor_memory import storage_of
+from gpipe_cli.torch_internals.tensors import storage_of
 
 MOST_REPEATS = 50
 

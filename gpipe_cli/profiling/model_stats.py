@@ -32,11 +32,10 @@ from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names, original_output
 from gpipe_cli.sequential.equal_layers import MOST_EQUAL, LayerSample, layer_key
 from gpipe_cli.sequential.without_storage import clone_with
-from gpipe_cli.skip.namespace import SkipName
-from gpipe_cli.skip.tracker import use_skip_tracker
+from gpipe_cli.skip.tracker import SkipName, use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
 from gpipe_cli.torch_internals.operation_recorder import Operation, OperationRecorder
-from gpipe_cli.torch_internals.tensor_memory import storage_of
+from gpipe_cli.torch_internals.tensors import storage_of
 
 
 @final

@@ -15,7 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.torch_internals.live_bytes import LiveBytes
+from gpipe_cli.torch_internals.dispatch_modes import LiveBytes
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]

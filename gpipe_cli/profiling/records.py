@@ -16,7 +16,7 @@ from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.pipeline.module_state import BufferState, buffer_owners, modules_of
 from gpipe_cli.sequential import layer_class
-from gpipe_cli.torch_internals.tensor_memory import storage_of
+from gpipe_cli.torch_internals.tensors import storage_of
 
 Shape = tuple[int, ...]
 

@@ -12,8 +12,8 @@ from typing import final
 import torch
 from torch import nn
 
+from gpipe_cli.accelerator.device_errors import is_out_of_memory
 from gpipe_cli.accelerator.devices import available_cores, is_accelerator
-from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.build.components import traits_of_engine
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.optimizer import kept_state, optimizer_factory

@@ -12,8 +12,8 @@ from typing import final
 import torch
 from torch import nn
 
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import available_cores, free_and_total_bytes, is_accelerator, use_threads
-from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.build.step import autocast_of, sample_must_fit
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.plan.costs import LayerCosts

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar, final, overload
 from torch import Tensor, nn
 
 from gpipe_cli.pytree import SINGLE, Template, unflatten
-from gpipe_cli.torch_internals.module_calls import adopt_version, repeat_versions
+from gpipe_cli.torch_internals.modules import adopt_version, repeat_versions
 
 Member = TypeVar("Member", bound=Tensor)
 NO_TEMPLATES: Mapping[bool, Template] = MappingProxyType({})

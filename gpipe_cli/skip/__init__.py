@@ -17,10 +17,17 @@ Such layers also work in a plain `nn.Sequential`.
 
 from __future__ import annotations
 
-from gpipe_cli.skip.layout import SkipLayout, SkipRoute, skip_layout
-from gpipe_cli.skip.namespace import Namespace, SkipName
-from gpipe_cli.skip.skippable import Skippable, pop, skippable, stash, verify_skippables
-from gpipe_cli.skip.tracker import SkipTracker, use_skip_tracker
+from gpipe_cli.skip.skippable import (
+    SkipLayout,
+    Skippable,
+    SkipRoute,
+    pop,
+    skip_layout,
+    skippable,
+    stash,
+    verify_skippables,
+)
+from gpipe_cli.skip.tracker import Namespace, SkipName, SkipTracker, use_skip_tracker
 
 __all__ = [
     "Namespace",

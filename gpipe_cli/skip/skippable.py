@@ -1,18 +1,18 @@
-"""`@skippable`, the commands `stash` and `pop`, and the check that the skips of a model match.
+"""Which layer stashes and pops which skips: `@skippable`, its commands, the check that they match, and the routes.
 
-`Skippable` runs a forward that is a generator and carries out the commands it yields.
+`Skippable` runs a forward that is a generator and carries out the commands it yields. Skips within a partition have no
+route: they need no transport.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, TypeAlias, final, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias, final, runtime_checkable
 
 from torch import Tensor, nn
 
-from gpipe_cli.skip.namespace import Namespace, SkipName
-from gpipe_cli.skip.tracker import load_skip, save_skip
+from gpipe_cli.skip.tracker import Namespace, SkipName, load_skip, save_skip
 
 
 # Commands are classes in lower case because they read as verbs: `yield stash("skip", tensor)`.
@@ -208,3 +208,46 @@ def _layer_problems(
             if skip in popped:
                 yield f"'{path}' redeclared '{skip.name}' as poppable but not isolated by namespace"
             popped.add(skip)
+
+
+@final
+class SkipRoute(NamedTuple):
+    """A skip that leaves its partition, and the partition at the other end."""
+
+    name: SkipName
+    partition: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SkipLayout:
+    """For each partition the skips it sends and receives, ordered by name."""
+
+    sends: tuple[tuple[SkipRoute, ...], ...]
+    receives: tuple[tuple[SkipRoute, ...], ...]
+
+
+def skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
+    """Return the routes of all skips that one partition stashes and another pops."""
+    stashed_in: dict[SkipName, int] = {}
+    popped_in: dict[SkipName, int] = {}
+    for index, partition in enumerate(partitions):
+        for _, module in named_skippables(partition):
+            stashed_in.update(dict.fromkeys(module.stashable(), index))
+            popped_in.update(dict.fromkeys(module.poppable(), index))
+    return SkipLayout(
+        sends=_routes(stashed_in, popped_in, len(partitions)),
+        receives=_routes(popped_in, stashed_in, len(partitions)),
+    )
+
+
+def _routes(
+    near: dict[SkipName, int], far: dict[SkipName, int], partitions: int
+) -> tuple[tuple[SkipRoute, ...], ...]:
+    """For each partition at the `near` end its routes to the `far` end."""
+    # Sorted: both ends of a boundary must send and receive their skips in the same order.
+    crossing = sorted(name for name in near if name in far and near[name] != far[name])
+    return tuple(
+        tuple(SkipRoute(name, far[name]) for name in crossing if near[name] == index)
+        for index in range(partitions)
+    )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpipe_cli.safe_files import open_regular, parse_json
 from gpipe_cli.sequential.without_storage import placeholder
-from gpipe_cli.torch_internals.tensor_memory import storage_of
+from gpipe_cli.torch_internals.tensors import storage_of
 
 DTYPES = {
     "F64": torch.float64,

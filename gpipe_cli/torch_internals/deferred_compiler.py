@@ -1,9 +1,10 @@
 """Loads torch's compiler only when something uses it: importing it takes half as long as importing torch.
 
-Optimizers, fake tensors and meta tensors import torch._dynamo only to exclude functions from compilation and to read
-its settings, and torchvision imports a function of torch._dynamo.utils that it may never call. Inside
-`deferred_compiler` they find modules in their place that offer just that. Anything else, such as torch.compile, loads
-the compiler, which then takes their place.
+The first step of any optimizer imports torch._dynamo, only to exclude functions from compilation, and no public switch
+of torch avoids that; so without this file a short training run takes 1.3 s of CPU time longer, next to 2 s for
+importing torch. Fake tensors, meta tensors and torchvision import it for as little. Inside `deferred_compiler` they
+find modules in its place that offer just what they use. Anything else, such as torch.compile, loads the compiler, which
+then takes their place.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from gpipe_cli.errors import GpipeError
-from gpipe_cli.torch_internals.autograd_graph import number_of
+from gpipe_cli.torch_internals.autograd import number_of
 
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _KEY = torch._C._dispatch_key_parse(_KEY_NAME)

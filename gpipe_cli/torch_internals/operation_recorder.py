@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_cli.torch_internals.tensor_memory import storage_of, tensors_in_tree
+from gpipe_cli.torch_internals.tensors import storage_of, tensors_in_tree
 
 Shape = tuple[int, ...]
 NO_KERNEL = frozenset(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.accelerator.memory import note_kernel_error, report_out_of_memory
+from gpipe_cli.accelerator.device_errors import note_kernel_error, report_out_of_memory
 from tests.support.command_line import Gpipe, UserModule
 
 ASSERT = (

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
+from gpipe_cli.torch_internals.tensors import exchanges_memory
 from tests.accelerator.simulator import Simulator
 from tests.random_pipes.case import RandomPipe, random_pipe
 from tests.random_pipes.compare import WRITTEN, differences

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from gpipe_cli.distributed.stage import BoundaryLayouts
-from gpipe_cli.torch_internals.tensor_memory import ALIGNMENT
+from gpipe_cli.torch_internals.tensors import ALIGNMENT
 
 BASE = torch.arange(240.0).view(2, 5, 4, 6)
 VIEWS = {

@@ -23,7 +23,7 @@ from gpipe_cli.offload.slices import Part, SlicedParameters
 from gpipe_cli.offload.tiers import CpuTier
 from gpipe_cli.offload.transfers import TransferWorker
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
+from gpipe_cli.torch_internals.tensors import exchanges_memory
 from tests.accelerator.simulator import Simulator
 
 pytestmark = pytest.mark.accelerator

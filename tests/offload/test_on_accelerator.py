@@ -19,7 +19,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.offload import OffloadModel, tiers
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
+from gpipe_cli.torch_internals.tensors import exchanges_memory
 from tests.accelerator import simulator
 
 pytestmark = pytest.mark.accelerator

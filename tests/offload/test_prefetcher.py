@@ -22,7 +22,7 @@ from gpipe_cli.offload.transfers import TransferWorker
 from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.pytree import flatten
 from gpipe_cli.schedule.action import Action
-from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
+from gpipe_cli.torch_internals.tensors import exchanges_memory
 from tests.accelerator.simulator import Simulator
 
 CPU = torch.device("cpu")

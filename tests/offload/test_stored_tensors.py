@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_cli.offload.stored_tensors import Layout, as_bytes
-from gpipe_cli.torch_internals.tensor_memory import ALIGNMENT
+from gpipe_cli.torch_internals.tensors import ALIGNMENT
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=6)
 

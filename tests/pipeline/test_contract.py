@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from gpipe_cli import GPipe, current_microbatch
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.skip import pop, skippable, stash
-from gpipe_cli.torch_internals.tensor_memory import copy_memory
+from gpipe_cli.torch_internals.tensors import copy_memory
 
 CHECKPOINTS = ["always", "except_last", "never"]
 SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gpipe_cli.profiling.layer_times import layer_stats, layer_times
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.skip import pop, skippable, stash
-from gpipe_cli.torch_internals.thread_modes import current_saved_tensors_hooks
+from gpipe_cli.torch_internals.dispatch_modes import current_saved_tensors_hooks
 
 
 def test_every_layer_is_measured_and_counted() -> None:

@@ -27,9 +27,8 @@ from gpipe_cli.sequential.by_tracing.leaves import Leaves
 from gpipe_cli.sequential.by_tracing.sample import InputCheck
 from gpipe_cli.sequential.sequence import named_tensors
 from gpipe_cli.sequential.without_storage import copy_module
-from gpipe_cli.skip.namespace import Namespace, SkipName
-from gpipe_cli.skip.tracker import load_skip, save_skip
-from gpipe_cli.torch_internals.module_calls import adopt_version
+from gpipe_cli.skip.tracker import Namespace, SkipName, load_skip, save_skip
+from gpipe_cli.torch_internals.modules import adopt_version
 
 
 @final

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.torch_internals.module_calls import runs_more_than_forward
+from gpipe_cli.torch_internals.modules import runs_more_than_forward
 
 _OF_TORCH = ("torch.nn.", "torch.ao.nn.")
 

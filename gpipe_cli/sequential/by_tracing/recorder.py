@@ -55,7 +55,7 @@ from gpipe_cli.sequential.by_tracing.substitutes import (
 )
 from gpipe_cli.sequential.other_generators import generator_states
 from gpipe_cli.sequential.without_storage import meta_like
-from gpipe_cli.torch_internals.module_calls import intercept_calls, without_function_modes
+from gpipe_cli.torch_internals.modules import intercept_calls, without_function_modes
 
 _META = torch.device("meta")
 _OUTPUT_CURE = "a model must return tensors, in tuples, lists and dicts if there are several"

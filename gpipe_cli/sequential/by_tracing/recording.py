@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.pytree import Template
-from gpipe_cli.torch_internals import module_calls
-from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
+from gpipe_cli.torch_internals import modules
+from gpipe_cli.torch_internals.tensors import storage_of, version_of
 
 _WITHOUT_TENSORS = frozenset({bool, float, int, str, type(None), torch.Size, torch.device, torch.dtype})
 """Most arguments are of these types, so they are looked at first."""
@@ -113,9 +113,7 @@ SIZED_BY_VALUES = {
 }
 """Functions whose results have as many rows as the values of their input say."""
 
-_NOT_OF_THE_MODEL = tuple(
-    str(Path(file).parent) for file in (torch.__file__, __file__, module_calls.__file__)
-)
+_NOT_OF_THE_MODEL = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, modules.__file__))
 
 
 @final

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gpipe_cli.sequential.by_tracing.recording import map_tree, tensors_in
 from gpipe_cli.sequential.by_tracing.sample import in_other_dtype
 from gpipe_cli.sequential.without_storage import meta_like
-from gpipe_cli.torch_internals.module_calls import without_function_modes
-from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
+from gpipe_cli.torch_internals.modules import without_function_modes
+from gpipe_cli.torch_internals.tensors import storage_of, version_of
 
 _SMALL = 2**16
 """Elements of a buffer that is traced with its values."""

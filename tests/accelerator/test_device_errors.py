@@ -10,7 +10,7 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator import devices
-from gpipe_cli.accelerator.memory import STEP_CURE, note_device, report_out_of_memory
+from gpipe_cli.accelerator.device_errors import STEP_CURE, note_device, report_out_of_memory
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.pipeline import channels
 

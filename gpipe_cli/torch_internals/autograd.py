@@ -1,8 +1,10 @@
-"""The autograd graph: its nodes, how far a backward has come, and what the running backward was asked for.
+"""torch's autograd engine without the checks of its public entry points, and the graph it runs over.
 
-torch numbers the nodes of a graph as they are created, in each thread, and its engine frees what a node saved as soon
-as the node has run. torch tells its own checkpointing what a backward was asked for through private functions; the
-autograd function over a pipe needs to know as well.
+A pipe runs one backward per action from edges it took itself, with gradients that fit them. The checks that torch's
+public functions make in Python could find nothing, and would cost as much as the engine needs to start. torch numbers
+the nodes of a graph as they are created, in each thread, and its engine frees what a node saved as soon as the node has
+run. torch tells its own checkpointing what a backward was asked for through private functions; the autograd function
+over a pipe needs to know as well.
 """
 
 from __future__ import annotations
@@ -13,10 +15,55 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import Function, Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
-from gpipe_cli.torch_internals.tensor_memory import is_view
+from gpipe_cli.torch_internals.tensors import is_view
+
+
+def run_backward(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+    inputs: Sequence[Tensor] = (),
+) -> None:
+    """Add gradients to all leaves, or only to `inputs` if there are any."""
+    Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        keep_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def capture_gradients(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+    inputs: Sequence[Tensor | GradientEdge],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `inputs`, before hooks change them. No `.grad` changes."""
+    captured: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        keep_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return captured
+
+
+def apply(function: type[Function], *arguments: Any) -> Any:
+    return super(Function, function).apply(*arguments)  # type: ignore[misc]
+
 
 Node: TypeAlias = Any
 """torch.autograd.graph.Node, whose stubs do not know the attributes of its kinds."""

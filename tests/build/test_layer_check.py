@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.build.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import current_microbatch
-from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.skip import pop, skippable, stash
 
 SAMPLE = torch.ones(2, 3)

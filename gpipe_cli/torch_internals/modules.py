@@ -1,4 +1,4 @@
-"""What torch keeps private of modules: hooks, compiled code, calls to intercept, and the versions of their state."""
+"""What torch keeps private about modules: calls seen from outside, and the version of their saved state."""
 
 from __future__ import annotations
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gpipe_cli.pipeline.boundary import ANCHOR, GradSink
-from gpipe_cli.torch_internals.autograd_engine import capture_gradients, run_backward
-from gpipe_cli.torch_internals.autograd_graph import (
+from gpipe_cli.torch_internals.autograd import (
     Node,
+    capture_gradients,
     is_python_function,
     is_reentrant_checkpoint,
     output_edges,
+    run_backward,
 )
 
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_cli.torch_internals.thread_modes import CallerModes, current_saved_tensors_hooks
+from gpipe_cli.torch_internals.dispatch_modes import CallerModes, current_saved_tensors_hooks
 
 
 class Dispatches(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""The storage, the layout in memory and the version counters of tensors."""
+"""The memory of tensors: their storage, their layout and their version counters."""
 
 from __future__ import annotations
 

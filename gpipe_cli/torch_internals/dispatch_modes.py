@@ -1,4 +1,4 @@
-"""Thread-local state of torch without a public name: modes, and hooks on saved tensors.
+"""Dispatch and function modes: those of the caller in the threads that work for it, and modes that observe operators.
 
 A TorchDispatchMode or TorchFunctionMode of the caller, such as FlopCounterMode, sees the operators of its own thread.
 Pushed onto the stacks of the threads that work for the caller, it sees theirs too.
@@ -7,7 +7,9 @@ Pushed onto the stacks of the threads that work for the caller, it sees theirs t
 from __future__ import annotations
 
 import contextlib
+import io
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
@@ -18,6 +20,8 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from gpipe_cli.torch_internals.tensors import storage_of, tensors_in_tree
 
 SavedTensorsHooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -81,3 +85,52 @@ class CallerModes:
                 torch._C._push_on_torch_function_stack(function_mode)
                 stack.callback(torch._C._pop_torch_function_stack)
             yield
+
+
+@final
+class LiveBytes(TorchDispatchMode):
+    """A context manager: `peak` is the most that tensors created inside took at the same time, on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = {storage_of(tensor) for tensor in tensors_in_tree((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_in_tree(result):
+            storage = tensor.untyped_storage()
+            number = storage_of(tensor)
+            # What an operator returns may be, or be a view of, what it was given.
+            if number not in given and number not in self._live:
+                self._live[number] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, number, None)
+        self.peak = max(self.peak, sum(self._live.values()))
+        return result
+
+
+def offers_sanitizer(device: torch.device) -> bool:
+    """Whether torch can trace this device: builds for CUDA and ROCm can."""
+    return device.type == "cuda" and (torch.version.cuda or torch.version.hip) is not None
+
+
+def find_races(work: Callable[[], object]) -> list[str]:
+    """Run the work; what the sanitizer reports about it, one line per race."""
+    from torch.cuda import _sanitizer
+
+    _sanitizer.enable_cuda_sanitizer()  # type: ignore[no-untyped-call]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # it prints what it raises, with long stack traces
+            work()
+    except _sanitizer.CUDASanitizerErrors as error:
+        return [str(race).partition("\n")[0] for race in error.errors]
+    finally:
+        _sanitizer.cuda_sanitizer.disable()  # type: ignore[no-untyped-call]
+    return []

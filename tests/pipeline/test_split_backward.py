@@ -12,7 +12,7 @@ from torch.nn import functional
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.boundary import GradSink, PartitionInput, enter, roots_of
 from gpipe_cli.pipeline.gpipe import PlainPipe
-from gpipe_cli.pipeline.partition_backward import SplitBackward
+from gpipe_cli.pipeline.split_backward import SplitBackward
 from gpipe_cli.pytree import SINGLE
 
 
