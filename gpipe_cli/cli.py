@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, TextIO
 
 from gpipe_cli import __version__
@@ -114,13 +115,9 @@ def _configured(command: str, invocation: Invocation) -> int:
     began = _job_start()
     if invocation.multirun or (command in SWEPT and any(map(sets_hydra, invocation.words))):
         return run_with_hydra(request, invocation, began)
+    job = compose(request)
     summary = run_job(
-        request,
-        compose(request),
-        json=invocation.json,
-        dry_run=invocation.dry_run,
-        debug=invocation.debug,
-        began=began,
+        replace(job, json=invocation.json, dry_run=invocation.dry_run, debug=invocation.debug, began=began)
     )
     if invocation.json:
         sys.stdout.write(f"{json.dumps(summary)}\n")

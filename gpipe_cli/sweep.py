@@ -33,8 +33,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.compose import JobConfig, Request, compose, prepared, sweep_words
-from gpipe_cli.config.job import Summary
+from gpipe_cli.config.compose import Request, compose, prepared, sweep_words
+from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.sources import VERSION, store
@@ -99,7 +99,7 @@ def run_with_hydra(request: Request, invocation: Invocation, began: float) -> in
         if request.command == "train" and sets_key(request.words, "hydra.run.dir"):
             own = config.with_values(run_dir=HydraConfig.get().runtime.output_dir)
         try:
-            done.set_result(run_job(request, own, json=flags.json, dry_run=flags.dry_run, began=began))
+            done.set_result(run_job(replace(own, json=flags.json, dry_run=flags.dry_run, began=began)))
         except BaseException as error:  # noqa: BLE001 - Hydra would print it in its own words
             done.set_exception(error)
 
@@ -169,7 +169,7 @@ class _Sweep:
     request: Request
     words: Mapping[str, Sequence[str]]
     """Each word of the jobs, with those that it stands for."""
-    configs: Sequence[JobConfig]
+    configs: Sequence[Job]
     """Those of jobs that together have each value at least once."""
     node: DictConfig
     """Hydra's configuration of itself."""
@@ -269,7 +269,7 @@ def _each_value(values: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     return [(*first[:place], value, *first[place + 1 :]) for place, value in places]
 
 
-def _check_devices(configs: Sequence[JobConfig]) -> None:
+def _check_devices(configs: Sequence[Job]) -> None:
     """Refuse jobs at the same time on one accelerator: they would run out of its memory, or slow each other down."""
     from gpipe_cli.accelerator.devices import available_devices  # imports torch
 
@@ -315,7 +315,7 @@ def _earlier(digest: str) -> Path | None:
     return next(same, None)
 
 
-def _store(config: JobConfig) -> None:
+def _store(config: Job) -> None:
     """Give Hydra the configuration of a job as plain keys: in its own, `${batch_size}` may refer to them."""
     store(PRIMARY, OmegaConf.create(OmegaConf.to_container(config.tree)))
     store("config", HYDRA, group="hydra")

@@ -122,7 +122,7 @@ class Task:
         flags = self.invocation
         with folder:
             summary = run_job(
-                request, config, json=flags.json, dry_run=flags.dry_run, began=began, in_sweep=True
+                replace(config, json=flags.json, dry_run=flags.dry_run, began=began, in_sweep=True)
             )
         return replace(result, summary=summary)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from omegaconf.resolvers import oc
 from gpipe_cli.config.checks import check, check_numbers
 from gpipe_cli.config.config_file import WORD, ConfigFile, primary_name, read_config_file
 from gpipe_cli.config.files import check_references
+from gpipe_cli.config.job import Job, Rank
 from gpipe_cli.config.keys import check_words, list_options
 from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import (
@@ -58,6 +60,7 @@ from gpipe_cli.config.words import (
     to_hydra,
 )
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.redaction import remember
 from gpipe_cli.schedule.own_orders import AUTO
 
@@ -75,34 +78,18 @@ class Request:
     config_dir: str | None = None
 
     @property
+    def line(self) -> str:
+        """The command line, as a user would type it."""
+        flags = {"--config-dir": self.config_dir, "--config-name": self.config_name}
+        given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
+        return shlex.join(["gpipe", self.command, *self.words, *given])
+
+    @property
     def continues_run(self) -> bool:
         """Whether the components may be those of an earlier run, with keys that the default options do not list."""
         return issubclass(SCHEMAS[self.command], TrainedConfig) or any(
             override_key(word) == "resume" for word in self.words
         )
-
-
-@final
-@dataclass(frozen=True)
-class JobConfig:
-    """The configuration of one job."""
-
-    overrides: tuple[str, ...]
-    """What the command line and its file give, with references unresolved, so they may be saved."""
-    tree: DictConfig
-    """The composed configuration, again with references unresolved."""
-    model: str
-    """The name of the model's option, or of its target."""
-    settings: CommandConfig
-    """The typed configuration, with references resolved."""
-    notes: tuple[str, ...] = ()
-    """Lines about the configuration that the user should read."""
-
-    def with_values(self, **values: Any) -> JobConfig:
-        """The same job with other values of some top-level keys, and the overrides that were given."""
-        tree = OmegaConf.merge(self.tree, values)
-        assert isinstance(tree, DictConfig)
-        return replace(self, tree=tree, settings=replace(self.settings, **values))
 
 
 @final
@@ -115,7 +102,7 @@ class _Composed:
     notes: tuple[str, ...]
 
 
-def compose(request: Request) -> JobConfig:
+def compose(request: Request) -> Job:
     """Compose and check the only job of a command line, or one of a sweep."""
     composed = _compose(request)
     file = composed.file
@@ -124,12 +111,36 @@ def compose(request: Request) -> JobConfig:
     overrides = (*(() if file is None else file.words), *composed.words)
     _check_plan_keys(settings, overrides)
     note = overridden_epochs(settings, overrides)
-    return JobConfig(
+    return Job(
+        request.command,
         overrides,
+        request.line,
         composed.tree,
         _model_name(composed),
         settings,
         (*composed.notes, *([note] if note else ())),
+    )
+
+
+def job_of_rank(files: RankFiles, task: RankTask) -> Job:
+    """The job of one rank, as its launcher describes it."""
+    tree = OmegaConf.create(task.config)
+    assert isinstance(tree, DictConfig), "the launcher wrote a mapping"
+    settings = settings_of(tree, task.command, task.overrides)
+    if task.run_directory is not None:  # after a failure all ranks resume from the last snapshot
+        assert isinstance(settings, TrainConfig), "only a training run has a directory"
+        settings = replace(settings, resume="auto", run_dir=task.run_directory)
+    return Job(
+        task.command,
+        tuple(task.overrides),
+        task.line,
+        tree,
+        task.model,
+        settings,
+        in_sweep=task.in_sweep,
+        json=task.json,
+        began=task.began,
+        rank=Rank(files, task.balance, task.order),
     )
 
 

@@ -1,19 +1,19 @@
-"""The job of a command: everything that it gets besides its settings."""
+"""The job of a command: its settings, and everything else that it gets."""
 
 from __future__ import annotations
 
 import shlex
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.config.schema import ModelConfig
+from gpipe_cli.config.schema import CommandConfig, ModelConfig
 from gpipe_cli.config.words import override_group, text_word
-from gpipe_cli.launch.rank_files import RankFiles, RankTask
+from gpipe_cli.launch.rank_files import RankFiles
 
 Summary = Mapping[str, Any]
 
@@ -34,39 +34,32 @@ class Rank:
 class Job:
     command: str
     overrides: tuple[str, ...]
+    """What the command line and its file give, with references unresolved, so they may be saved."""
     line: str
     """The command line that repeats it."""
     tree: DictConfig
     """The composed configuration, to be saved: references are unresolved, so that it contains no secret."""
     model: str
-    """The name of the model's option, for names of directories and logged runs."""
-    in_sweep: bool
+    """The name of the model's option, or of its target, for names of directories and logged runs."""
+    settings: CommandConfig
+    """The typed configuration, with references resolved; a run that is resumed has settings of its own."""
+    notes: tuple[str, ...] = ()
+    """Lines about the configuration that the user should read."""
+    in_sweep: bool = False
     """Whether it is one of several jobs, whose results are printed together."""
-    json: bool
-    dry_run: bool
+    json: bool = False
+    dry_run: bool = False
     debug: bool = False
     began: float = field(default_factory=time.monotonic)
     """When the command started, by the monotonic clock, which all processes of a machine share."""
     rank: Rank | None = None
     """Set if a launcher started this process as one of several."""
 
-    @staticmethod
-    def of_rank(files: RankFiles, task: RankTask) -> Job:
-        """The job of one rank, as its launcher describes it."""
-        tree = OmegaConf.create(task.config)
-        assert isinstance(tree, DictConfig), "the launcher wrote a mapping"
-        return Job(
-            task.command,
-            tuple(task.overrides),
-            line=task.line,
-            tree=tree,
-            model=task.model,
-            in_sweep=task.in_sweep,
-            json=task.json,
-            dry_run=False,
-            began=task.began,
-            rank=Rank(files, task.balance, task.order),
-        )
+    def with_values(self, **values: Any) -> Job:
+        """The same job with other values of some top-level keys, and the overrides that were given."""
+        tree = OmegaConf.merge(self.tree, values)
+        assert isinstance(tree, DictConfig)
+        return replace(self, tree=tree, settings=replace(self.settings, **values))
 
     @property
     def shows_result(self) -> bool:

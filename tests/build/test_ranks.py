@@ -21,7 +21,7 @@ from gpipe_cli.launch.rank_setup import describe_ranks
 from gpipe_cli.runs.resume import load_resumed_run
 from tests.support.command_line import Gpipe
 
-JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", False, json=True, dry_run=False)
+JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", TrainConfig(), json=True)
 CPU = torch.device("cpu")
 
 

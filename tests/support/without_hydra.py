@@ -23,11 +23,10 @@ def train_without_hydra(arguments: list[str]) -> int:
         tree.engine = {"_target_": f"gpipe_cli.engines.{word.removeprefix('engine=')}.build"}
     tree.merge_with(OmegaConf.from_dotlist(["run_dir=null", "resume=null", *given]))
     overrides = arguments[1:]
-    job = Job("train", tuple(overrides), "gpipe train", tree, "model", False, json=False, dry_run=False)
     try:
         settings = settings_of(tree, "train", overrides)
         assert isinstance(settings, TrainConfig)
-        train.run(settings, job)
+        train.run(settings, Job("train", tuple(overrides), "gpipe train", tree, "model", settings))
     except BaseException as error:  # noqa: BLE001 - as in `main`
         return cli._fail(error, debug=False)
     return 0
