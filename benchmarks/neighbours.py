@@ -24,7 +24,7 @@ from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.solver import neighbours
 from gpipe_cli.balance.time import balance
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 
 CASES = ("resnet50", "transformer")
 PARTITIONS = (2, 4)

@@ -27,7 +27,7 @@ from gpipe_cli.plan.devices import DEVICES, own_device
 from gpipe_cli.plan.step_time import simulated_step
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 from gpipe_cli.sequential.without_storage import without_storage
 
 TPU = own_device({"flops": 61.5e12, "memory": 16 * 2**30, "bandwidth": 450e9, "link": 70e9})

@@ -26,7 +26,7 @@ from gpipe_cli.plan.devices import DEVICES
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 from gpipe_cli.sequential.without_storage import without_storage
 
 ROWS = Path(__file__).parent / "data" / "a100_gpt_iterations.csv"

@@ -23,7 +23,7 @@ from gpipe_cli.models import amoebanetd, unet
 from gpipe_cli.profiling.memory import partition_memory
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 from gpipe_cli.sequential.without_storage import without_storage
 
 GIB = 2**30

@@ -113,10 +113,10 @@ def _gpipe_recorded(case: Case, rendezvous: Rendezvous) -> Step:
 def _gpipe_auto(case: Case, rendezvous: Rendezvous) -> Step:
     """The order that schedule=auto finds for the case's balance, from costs that are measured here and now."""
     from gpipe_cli.plan.measured import measure_costs
-    from gpipe_cli.plan.order_search import order_problems, search_order
+    from gpipe_cli.plan.order_plans import order_problems, search_order
     from gpipe_cli.profiling.measurements import ProfileCache
     from gpipe_cli.profiling.records import Sample
-    from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+    from gpipe_cli.schedule.spec import PipelineSpec
 
     devices, cores = [torch.device(device) for device in DEVICES], len(DEVICES)
     sample = Sample(case.input.chunk(CHUNKS)[0], case.target.chunk(CHUNKS)[0], case.loss)

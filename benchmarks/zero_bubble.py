@@ -17,9 +17,10 @@ from typing import final
 from rich.console import Console
 from rich.table import Table
 
-from gpipe_cli.schedule import order, v_blocks
-from gpipe_cli.schedule.search import EFFORT, search, v_shaped
-from gpipe_cli.schedule.search_problem import SearchProblem
+from gpipe_cli.plan.order_candidates import v_orders, v_shaped
+from gpipe_cli.plan.order_problem import OrderProblem
+from gpipe_cli.plan.order_search import EFFORT, search_orders
+from gpipe_cli.schedule import order
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
 ACTION_MS = 1.0
@@ -63,11 +64,11 @@ class Row:
         )
         return [cost] * (self.devices * partitions_per_device)
 
-    def problem(self, memory: float, overhead: float = 0.0) -> SearchProblem:
+    def problem(self, memory: float, overhead: float = 0.0) -> OrderProblem:
         """memory: as a multiple of what 1f1b keeps on the first device."""
         costs = tuple(replace(cost, saved_bytes=1000) for cost in self.costs(1, overhead))
         limit = memory * self.devices * costs[0].saved_bytes
-        return SearchProblem(
+        return OrderProblem(
             costs,
             tuple(range(self.devices)),
             self.chunks,
@@ -76,14 +77,14 @@ class Row:
             synchronized=False,
         )
 
-    def v_problem(self, micro_batches: int) -> SearchProblem:
+    def v_problem(self, micro_batches: int) -> OrderProblem:
         """Two partitions per device, there and back; each device may keep so many micro-batches."""
         return v_problem(self.costs(2), self.devices, self.chunks, micro_batches, KEPT_SHARES[self.model])
 
     def v_block_bubble(self, name: str) -> float:
         """That of V-Half or V-Min themselves: of their orders, the best that fits their memory."""
         problem = self.v_problem(v_published(self.devices, self.chunks)[name][0])
-        made = [made for its, made in v_blocks.orders(self.chunks, self.devices) if its == name]
+        made = [made for its, made in v_orders(self.chunks, self.devices) if its == name]
         return min(1 - problem.busiest(each) / problem.step_of(each) for each in made if problem.fits(each))
 
     def bubble(self, schedule: str) -> float:
@@ -102,7 +103,7 @@ class Row:
         ]
 
     def searched_throughput(self, memory: float) -> float:
-        return self._per_second(search(self.problem(memory, ACTION_MS), 100_000).step)
+        return self._per_second(search_orders(self.problem(memory, ACTION_MS), 100_000).step)
 
     def _per_second(self, step_ms: float) -> float:
         return 1000 * self.chunks * self.samples / step_ms / self.devices
@@ -116,10 +117,10 @@ class Row:
 
 def v_problem(
     costs: Sequence[PartitionCost], devices: int, chunks: int, micro_batches: int, kept_share: float = 1.0
-) -> SearchProblem:
+) -> OrderProblem:
     kept = tuple(replace(cost, saved_bytes=500) for cost in costs)
     memory = (micro_batches * 2 * kept[0].saved_bytes,) * devices
-    return SearchProblem(kept, v_shaped(devices), chunks, memory, kept_share=kept_share, synchronized=False)
+    return OrderProblem(kept, v_shaped(devices), chunks, memory, kept_share=kept_share, synchronized=False)
 
 
 def v_published(devices: int, chunks: int) -> dict[str, tuple[int, float]]:
@@ -250,12 +251,12 @@ def show() -> None:
     for row in ROWS:
         if row.chunks == 3 * row.devices:
             began = time.perf_counter()
-            once, twice = (search(row.problem(memory)) for memory in (1.0, 2.0))
+            once, twice = (search_orders(row.problem(memory)) for memory in (1.0, 2.0))
             less = [
                 (
                     published,
                     row.v_block_bubble(name),
-                    search(row.v_problem(kept), max(EFFORT, 600 * row.devices * row.chunks)),
+                    search_orders(row.v_problem(kept), max(EFFORT, 600 * row.devices * row.chunks)),
                 )
                 for name, (kept, published) in v_published(row.devices, row.chunks).items()
             ]

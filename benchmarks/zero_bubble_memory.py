@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks.published_gpt import ADAM, HALF, gpt_facts
 from benchmarks.zero_bubble import ROWS, SCHEDULES, Row
 from gpipe_cli.profiling.memory import activation_bytes
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 
 GIB = 2**30
 BYTES = 2 * HALF + ADAM

@@ -15,7 +15,8 @@ from typing import final
 from rich.console import Console
 from rich.table import Table
 
-from gpipe_cli.schedule import order, zero_bubble_v
+from gpipe_cli.schedule import order
+from gpipe_cli.schedule.orders import zero_bubble_v
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
 COLUMNS = ("1F1B", "1F1B-I", "ZB-H1", "ZB-V")
@@ -53,7 +54,7 @@ class VRow:
 
     def _v(self) -> float:
         partitions = 2 * self.devices
-        made = zero_bubble_v.order(partitions, self.chunks, self.devices)
+        made = zero_bubble_v(partitions, self.chunks, self.devices)
         step = simulate(made, [self._cost(2)] * partitions).longest_part
         return 1 - self.chunks * (self.forward + self.input_grad + self.weight_grad) / step
 

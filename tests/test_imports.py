@@ -183,9 +183,9 @@ def test_modules_that_must_load_fast_do_not_import_torch() -> None:
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [
-        ("pipeline.gpipe", "schedule.check", True),
-        ("schedule.check", "pipeline.gpipe", False),
-        ("schedule.gpipe", "schedule.action", True),
+        ("pipeline.gpipe", "schedule.order_check", True),
+        ("schedule.order_check", "pipeline.gpipe", False),
+        ("schedule.orders", "schedule.action", True),
         ("training.loop", "report.tables", False),
         ("config.compose", "config.schema", True),
         ("config.schema", "config.compose", False),

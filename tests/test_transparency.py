@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import PlainPipe
-from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.skip import pop, skippable, stash
 from tests.random_pipes.case import random_pipe
 from tests.random_pipes.compare import mismatches

@@ -15,7 +15,7 @@ from typing import final
 
 from gpipe_cli.balance.solver import Objective, minimize, sums
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 from gpipe_cli.values import format_bytes
 
 

@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.pytree import map_tensors
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 
 TrainedBytes = Callable[[nn.Parameter], int]
 """The bytes of a trained parameter: itself, its gradient and the optimizer's state."""

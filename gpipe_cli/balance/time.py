@@ -33,8 +33,8 @@ from gpipe_cli.profiling.layer_times import MOST_REPEATS
 from gpipe_cli.profiling.measurements import ProfileCache
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, has_values
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.schedule.spec import PipelineSpec
 
 MEASURED_SHARE = 0.05
 """Measuring runs at most this share of the micro-batches that the run trains."""

@@ -62,10 +62,10 @@ from gpipe_cli.run.chosen_order import (
     read_given_file,
 )
 from gpipe_cli.runs.snapshots.base_weights import BaseWeights
-from gpipe_cli.schedule import names, one_f_one_b
+from gpipe_cli.schedule import names
 from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.own_orders import AUTO, FILE, OWN_ORDERS, may_share_devices, one_by_one
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.orders import AUTO, CUSTOM, FILE, ONE_F_ONE_B, may_share_devices, one_by_one
+from gpipe_cli.schedule.spec import PipelineSpec
 from gpipe_cli.torch_internals.deferred_values import DeferredValues
 from gpipe_cli.values import format_bytes
 
@@ -211,7 +211,7 @@ def partition_model(
             raise ConfigError(f"devices={settings.devices}: {engine_name(settings)} runs on one device")
         set_threads(settings.threads, devices)
         # The engine runs forward and backward of each micro-batch before the next one, as 1f1b does on one device.
-        spec = PipelineSpec(one_f_one_b.TRAITS.name, 1, loader.micro_batches(settings.chunks))
+        spec = PipelineSpec(ONE_F_ONE_B, 1, loader.micro_batches(settings.chunks))
         return Partitioning(BalanceResult.of([len(model)], [1] * len(model), "layers"), devices, spec)
     partitions, replicas = _partitions_and_replicas(settings)
     if partitions > len(model):
@@ -226,7 +226,7 @@ def partition_model(
     if too_few or len(devices) > partitions:
         raise ConfigError(
             f"devices={settings.devices}: {len(devices)} devices for {partitions} partitions; each partition needs "
-            f"its own (only schedule={'|'.join((*names(several_per_device=True), *OWN_ORDERS))} puts several on one)"
+            f"its own (only schedule={'|'.join((*names(several_per_device=True), *CUSTOM))} puts several on one)"
         )
     # A balance method measures with as many threads as the training will use.
     set_threads(settings.threads, all_devices)

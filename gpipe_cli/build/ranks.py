@@ -41,7 +41,7 @@ from gpipe_cli.launch.rank_setup import connect_ranks, connected_files, describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.chosen_order import has_own_order, order_from_text, order_text
 from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.own_orders import may_share_devices
+from gpipe_cli.schedule.orders import may_share_devices
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, tensors_in_attributes
 
 Settings = TypeVar("Settings", bound=RunConfig)

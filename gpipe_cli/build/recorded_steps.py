@@ -39,7 +39,7 @@ from gpipe_cli.profiling.timeline import (
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.timeline import print_step_timeline
-from gpipe_cli.schedule.by_slice import TRAITS as BY_SLICE
+from gpipe_cli.schedule.orders import BY_SLICE
 from gpipe_cli.schedule.simulate import Simulation
 
 
@@ -125,7 +125,7 @@ def partition_for_timeline(settings: ProfileConfig, parts: RunParts) -> RunParts
     balance = _slicing(settings, parts, make_sample(settings, parts.loader)).balance()
     spec = replace(
         parts.partitioning.spec,
-        schedule=BY_SLICE.name,
+        schedule=BY_SLICE,
         partitions=len(balance),
         checkpoint=settings.checkpoint,
         devices=1,

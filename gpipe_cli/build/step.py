@@ -29,8 +29,8 @@ from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.schedule import ScheduleModule
-from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.action import Checkpoint, checked_checkpoint
+from gpipe_cli.schedule.spec import PipelineSpec
 from gpipe_cli.values import parse_bytes
 
 RESERVED = (

@@ -20,10 +20,10 @@ from gpipe_cli.accelerator.devices import device_name
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
 from gpipe_cli.pipeline.partitioning import move_to_devices
-from gpipe_cli.schedule import ScheduleModule, names, traits, zero_bubble_v
-from gpipe_cli.schedule.checkpoint import MODES
+from gpipe_cli.schedule import ScheduleModule, names, traits
+from gpipe_cli.schedule.action import MODES
 from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.own_orders import AUTO
+from gpipe_cli.schedule.orders import AUTO, zero_bubble_v
 
 CHUNKS, SAMPLES = 4, 16
 KEY = 1
@@ -79,7 +79,7 @@ def run_alone(device: torch.device, model: nn.Sequential) -> Results:
 
 def _there_and_back(workers: int) -> FixedOrder:
     """An order as schedule=auto may find it: the first device has the first and the last partition."""
-    return FixedOrder(AUTO, zero_bubble_v.order(2 * workers, CHUNKS, workers))
+    return FixedOrder(AUTO, zero_bubble_v(2 * workers, CHUNKS, workers))
 
 
 def _run_pipelined(

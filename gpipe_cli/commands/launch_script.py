@@ -22,7 +22,7 @@ from gpipe_cli.config.schema import LaunchScriptConfig
 from gpipe_cli.config.words import sets_key, without_keys
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.formatting import one_line
-from gpipe_cli.schedule.own_orders import may_share_devices
+from gpipe_cli.schedule.orders import may_share_devices
 from gpipe_cli.values import parse_duration
 
 KINDS = {

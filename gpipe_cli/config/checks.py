@@ -20,8 +20,8 @@ from gpipe_cli.errors import ConfigError, RunError, or_list
 from gpipe_cli.plan.devices import PRECISIONS, device_problems, is_elsewhere
 from gpipe_cli.report.formatting import hidden_character, no_hidden
 from gpipe_cli.schedule import names, traits
-from gpipe_cli.schedule.checkpoint import MODES
-from gpipe_cli.schedule.own_orders import FILE, OWN_ORDERS, may_share_devices
+from gpipe_cli.schedule.action import MODES
+from gpipe_cli.schedule.orders import CUSTOM, FILE, may_share_devices
 from gpipe_cli.values import flatten, parse_bytes, parse_duration
 
 CHOICES = {
@@ -209,7 +209,7 @@ def _devices(flat: Mapping[str, Any]) -> Iterator[str]:
     ):
         gives = f"gives each of data_parallel={replicas} replicas {own}"
         if replicas == 1:
-            sharing = "|".join((*names(several_per_device=True), *OWN_ORDERS))
+            sharing = "|".join((*names(several_per_device=True), *CUSTOM))
             gives = f"gives {own} (only schedule={sharing} puts several partitions on one)"
         yield f"partitions={partitions}: each partition needs its own device, but {given} {gives}"
 

@@ -62,7 +62,7 @@ from gpipe_cli.config.words import (
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.redaction import remember
-from gpipe_cli.schedule.own_orders import AUTO
+from gpipe_cli.schedule.orders import AUTO
 
 ALLOW_VARIABLE = "GPIPE_ALLOW"
 

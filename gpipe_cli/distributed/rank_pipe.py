@@ -39,7 +39,7 @@ from gpipe_cli.pipeline.module_state import BufferState, SharedState, buffer_own
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import ScheduleModule
-from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.sequential.without_storage import load_parameters, meta_like
 
 _MAX_CACHED_SCHEDULES = 8

@@ -19,7 +19,7 @@ from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.checkpoint import checkpoint_stops
+from gpipe_cli.schedule.action import checkpoint_stops
 from gpipe_cli.values import parse_bytes
 
 TRAITS = EngineTraits(

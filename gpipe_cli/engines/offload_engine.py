@@ -31,7 +31,7 @@ from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice, SlicedParameters,
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.pytree import ModelInput
-from gpipe_cli.schedule.checkpoint import checkpoint_stops
+from gpipe_cli.schedule.action import checkpoint_stops
 
 
 @final

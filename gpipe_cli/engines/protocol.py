@@ -23,7 +23,7 @@ from gpipe_cli.profiling.records import Sample
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.schedule import ScheduleModule
-from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.schedule.action import Checkpoint
 
 Batch = tuple[ModelInput, Tensor]
 Measure = Callable[[Any, Tensor], Mapping[str, float]]

@@ -26,7 +26,7 @@ from gpipe_cli.offload.slices import SlicedParameters
 from gpipe_cli.offload.tiers import CpuTier
 from gpipe_cli.pipeline.action_loop import PartitionStore, PartitionVisit
 from gpipe_cli.pipeline.boundary import PartitionInput
-from gpipe_cli.pipeline.executor import Executor, MakeOrder
+from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, moved
@@ -37,10 +37,9 @@ from gpipe_cli.pipeline.partitioning import (
     place_buffers,
 )
 from gpipe_cli.pipeline.pipe_module import Output
-from gpipe_cli.schedule import ScheduleModule, traits
-from gpipe_cli.schedule import order as schedule_order
-from gpipe_cli.schedule.by_slice import order as slice_order
-from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.schedule import ScheduleModule, order, traits
+from gpipe_cli.schedule.action import Checkpoint
+from gpipe_cli.schedule.orders import BY_SLICE
 from gpipe_cli.torch_internals.tensors import exchanges_memory
 
 
@@ -50,22 +49,20 @@ class OffloadedPipeBase(ThreadedPipe):
         balance: Sequence[int],
         devices: Sequence[torch.device],
         stores: Sequence[PartitionStore],
-        make_order: MakeOrder = slice_order,
-        placement: Sequence[int] = (),
+        schedule: str | ScheduleModule = BY_SLICE,
     ) -> None:
-        """stores: one per device; placement: the device of each partition by its index, none: in turn."""
+        """stores: one per device."""
         self.devices = list(devices)
         workers = len(devices)
-        if placement:
-            devices, stores = (
-                [devices[index] for index in placement],
-                [stores[index] for index in placement],
-            )
+        placement = traits(schedule).placement(len(balance), workers)
+        devices, stores = [devices[index] for index in placement], [stores[index] for index in placement]
         modules = partition_modules(self.module, self._layers, balance)
         self._set_partitions(modules)
         move_to_devices(modules, devices, place_buffers)
         partitions = make_partitions(modules, self._layers, balance, devices)
-        self._executor = Executor(partitions, make_order, workers, self._batch_norms, stores=stores)
+        self._executor = Executor(
+            partitions, partial(order, schedule), workers, self._batch_norms, stores=stores
+        )
 
 
 @final
@@ -77,17 +74,14 @@ class OffloadedPipe(OffloadedPipeBase):
         *,
         devices: Sequence[torch.device],
         stores: Sequence[PartitionStore],
-        schedule: str | ScheduleModule | None = None,
+        schedule: str | ScheduleModule = BY_SLICE,
         chunks: int = 1,
         checkpoint: Checkpoint = "always",
         deferred_batch_norm: bool = False,
     ) -> None:
-        """schedule: None runs each partition for all micro-batches before the next partition."""
         super().__init__(module, chunks, deferred_batch_norm)
         self.checkpoint = checkpoint
-        make_order = slice_order if schedule is None else partial(schedule_order, schedule)
-        placement = () if schedule is None else traits(schedule).placement(len(balance), len(devices))
-        self._set_up(balance, devices, stores, make_order, placement)
+        self._set_up(balance, devices, stores, schedule)
 
 
 @final

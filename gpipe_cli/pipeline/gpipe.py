@@ -21,9 +21,8 @@ from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, move_to_devices, partition_modules
 from gpipe_cli.pipeline.pipe_module import Output, PipeModule, refuse_hooks
 from gpipe_cli.schedule import ScheduleModule, order, traits
-from gpipe_cli.schedule.action import ScheduleTraits
-from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
-from gpipe_cli.schedule.own_orders import one_by_one
+from gpipe_cli.schedule.action import Checkpoint, ScheduleTraits, checked_checkpoint
+from gpipe_cli.schedule.orders import one_by_one
 from gpipe_cli.torch_internals.dispatch_modes import active_transform
 from gpipe_cli.torch_internals.gradient_reducers import is_inside_ddp
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpipe_cli.pipeline.context import CallerState, MicroBatch
 from gpipe_cli.pipeline.layer import draw_key
 from gpipe_cli.pytree import SINGLE, Template, element, flatten, flatten_with, map_tensors
-from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
+from gpipe_cli.schedule.action import Checkpoint, checkpoint_stops
 
 Value: TypeAlias = Any
 """A value that passes from layer to layer: see `pytree`."""

@@ -18,8 +18,8 @@ from typing import final
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.plan.costs import LayerCosts, PrefixSums
-from gpipe_cli.schedule.checkpoint import MODES, Checkpoint, checked_checkpoint, checkpoint_stops
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.action import MODES, Checkpoint, checked_checkpoint, checkpoint_stops
+from gpipe_cli.schedule.spec import PipelineSpec
 
 LARGEST = sys.float_info.max
 """The largest finite cost; what does not fit costs infinity."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, final
 
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.schedule.spec import PipelineSpec
 
 
 @final

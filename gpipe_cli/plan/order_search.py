@@ -1,203 +1,215 @@
-"""The search for an order of a pipeline whose balance is known: every placement of its partitions, and the best plans.
+"""Searches for the order with the shortest step: schedules that exist, list scheduling, and local search on its policy.
 
-Partitions are dealt to the devices in turn or, where each device has two, also there and back: the first device then
-has the first and the last partition. Pure Python.
+Deterministic: the effort is a number of actions, not a time, and random numbers come from a fixed seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import product
 from typing import final
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.plan.prediction import Prediction
-from gpipe_cli.plan.search import BestBalance, RankedPlan
-from gpipe_cli.plan.search_space import PlanShape
-from gpipe_cli.plan.step_time import step_ms
-from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.own_orders import AUTO, similar_schedule
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
-from gpipe_cli.schedule.search import SearchResult, memory_curve, search, v_shaped
-from gpipe_cli.schedule.search_problem import SearchProblem
-from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.plan.list_schedule import Policy, Scheduled, list_schedule
+from gpipe_cli.plan.order_candidates import existing_orders, with_whole_backwards
+from gpipe_cli.plan.order_problem import OrderProblem, step_bound
+from gpipe_cli.schedule.action import Order
+from gpipe_cli.schedule.orders import ZERO_BUBBLE, ZERO_BUBBLE_V
 
-EFFORT = 100_000
-"""Actions scheduled for one placement: about a second."""
-POLICIES = 500
-"""At most so many orders are built for one placement; a short pipeline gains nothing from more."""
-CURVE_EFFORT, CURVE_POLICIES = 20_000, 100
-"""The same for each point of the curve of bubble against memory."""
-SHARES = (1 / 3, 0.5, 0.75, 1.0, 1.5, 2.0)
-"""The memory of the curve, as multiples of what the usual schedule keeps."""
-LEAST_GAIN = 0.01
-"""A split backward or another placement must shorten the step by this share to be preferred to a simpler order:
-costs are not known more precisely."""
-SEARCHED_PLANS = 3
-"""How many of the best pipelines get an order of their own; each takes about a second."""
-CONSIDERED_PLANS = 5
-"""Orders are searched for pipelines among so many of the best plans, however many the user wants to see."""
-MOST_ACTIONS = 20_000
-"""Of a pipeline that gets an order."""
+EFFORT = 300_000
+"""Actions scheduled in one search: some seconds. The search ends earlier if it reaches the lower bound."""
+SEARCHED = "searched"
+_TOLERANCE = 1e-9
+_STARTS = ((0.5, 1.0, 1.0, False), (2.0, 1.0, 0.25, True), (0.0, 1.0, 1.0, False), (1.0, 0.5, 0.5, False))
+"""Window, patience, patience at the end and protection of the last gradient: what was best for published costs."""
+_V_STARTS = (
+    (0.5, 0.75, 0.25, True),
+    (1.0, 1.0, 1.0, False),
+    (1.0, 0.5, 0.5, False),
+    (0.25, 1.0, 1.0, False),
+    (2.0, 1.0, 0.25, True),
+)
 
 
 @final
 @dataclass(frozen=True)
-class SearchedOrder:
-    schedule: FixedOrder
-    result: SearchResult
-    problem: SearchProblem
-    """With the placement that was best."""
-
-
-def order_problems(
-    spec: PipelineSpec,
-    costs: Sequence[PartitionCost],
-    limits: Sequence[int] = (),
-    *,
-    equal_devices: bool = True,
-) -> list[SearchProblem]:
-    """One for each placement. `costs` are those of the partitions, `limits` the memory of each device; none: no limit.
-
-    equal_devices: whether the costs hold on every device, so that partitions may be placed in another way.
-    """
-    devices = spec.devices or spec.partitions
-    placements = [tuple(partition % devices for partition in range(spec.partitions))]
-    if equal_devices and devices > 1 and spec.partitions == 2 * devices:
-        placements.append(v_shaped(devices))
-    return [
-        SearchProblem(
-            tuple(costs),
-            workers,
-            spec.micro_batches,
-            _memory(costs, workers, limits[:devices]),
-            spec.checkpoint_stops,
-            cores=spec.cores,
-        )
-        for workers in placements
-    ]
-
-
-def search_order(problems: Sequence[SearchProblem]) -> SearchedOrder:
-    """The best order of all placements, whose bound is for all of them; ConfigError if none fits the memory."""
-    best: SearchedOrder | None = None
-    bound = inf
-    refused: ConfigError | None = None
-    for problem in problems:
-        try:
-            effort = min(EFFORT, POLICIES * 3 * problem.partitions * problem.chunks)
-            result = search(problem, effort, LEAST_GAIN)
-        except ConfigError as error:
-            refused = error
-            continue
-        bound = min(bound, result.bound)
-        if best is None or result.step < best.result.step * (1 - LEAST_GAIN):
-            best = SearchedOrder(FixedOrder(AUTO, result.order), result, problem)
-    if best is None:
-        assert refused is not None, "there is a placement"
-        raise refused
-    return replace(best, result=replace(best.result, bound=bound))
-
-
-@final
-@dataclass(frozen=True)
-class MemoryPoint:
-    """The bubble of the best order that keeps within some memory."""
-
-    share: float
-    """Of what the usual schedule keeps on the device that keeps most."""
-    bytes: float
-    """For activations, on each device."""
+class OrderResult:
+    order: Order
+    step: float
+    """In the unit of the costs."""
+    bound: float
+    """No order takes less."""
     bubble: float
-    """The idle share of the busiest device."""
+    """The idle share of the busiest worker's step."""
+    origin: str
+    """The schedule that the order is from, or `searched`."""
+
+    @property
+    def gap(self) -> float:
+        """The most by which the step could be shorter, as a share of the bound."""
+        return self.step / self.bound - 1
 
 
-def bubble_by_memory(problems: Sequence[SearchProblem], spec: PipelineSpec) -> list[MemoryPoint]:
-    """The curve of bubble against memory over all placements; empty if nothing is known about memory."""
-    usual = replace(spec, schedule=similar_schedule(spec.partitions, problems[0].devices))
-    most = max(problems[0].peaks(usual.order))
-    if not most:
-        return []
-    bubbles: dict[float, float] = {}
-    for problem in problems:
-        limited = replace(problem, memory=(most,) * problem.devices)
-        effort = min(CURVE_EFFORT, CURVE_POLICIES * 3 * problem.partitions * problem.chunks)
-        for share, bubble in memory_curve(limited, SHARES, effort):
-            bubbles[share] = min(bubble, bubbles.get(share, 1.0))
-    return [MemoryPoint(share, share * most, bubbles[share]) for share in sorted(bubbles)]
+def search_orders(problem: OrderProblem, effort: int = EFFORT, least_gain: float = 0.0) -> OrderResult:
+    """The best order found; with `least_gain=0` no schedule that fits the same placement and memory is better.
+
+    least_gain: the share by which an order must be shorter than a simpler one to be preferred to it.
+    """
+    bound = step_bound(problem)
+    best: tuple[float, Order, str] | None = None
+    for name, candidate in _candidates(problem, effort, bound):
+        # Simulated: without the pauses that a policy made, an order may take less time than when it was found.
+        step = problem.step_of(candidate)
+        if best is None or step < best[0] * (1 - least_gain) - _TOLERANCE:
+            best = step, candidate, name
+    if best is None:
+        raise ConfigError(
+            "no order fits the memory of the devices; give device_memory more, or recompute with "
+            "checkpoint=always"
+        )
+    step, found, origin = best
+    return OrderResult(found, step, bound, 1 - problem.busiest(found) / step, origin)
 
 
-def _memory(
-    costs: Sequence[PartitionCost], workers: Sequence[int], limits: Sequence[int]
-) -> tuple[float, ...]:
-    """What each device has left for activations, besides parameters, gradients and the optimizer's state."""
-    if not limits:
-        return ()
-    left = list(map(float, limits))
-    for cost, worker in zip(costs, workers, strict=True):
-        left[worker] -= cost.resident_bytes
-    return tuple(max(1.0, bytes) for bytes in left)
+def _candidates(problem: OrderProblem, effort: int, bound: float) -> Iterator[tuple[str, Order]]:
+    """Orders that fit the memory, by name, simple ones first."""
+    existing = [(name, made) for name, made in existing_orders(problem) if problem.fits(made)]
+    yield from existing
+    searched = _Search(problem, effort, bound).best()
+    split = [made for name, made in existing if name in (ZERO_BUBBLE, ZERO_BUBBLE_V)]
+    for made in [*split, *([] if searched is None else [searched.order])]:
+        partly_whole = with_whole_backwards(problem, made)
+        if problem.fits(partly_whole):
+            yield SEARCHED, partly_whole
+        if partly_whole != made and problem.fits(made):
+            yield SEARCHED, made
+
+
+def memory_curve(
+    problem: OrderProblem, shares: Sequence[float], effort: int = EFFORT
+) -> list[tuple[float, float]]:
+    """The bubble against memory: for each share of the problem's memory, the bubble of the best order within it.
+
+    Shares for which no order fits are left out. More memory never gives a larger bubble.
+    """
+    points: list[tuple[float, float]] = []
+    for share in sorted(shares):
+        limited = replace(problem, memory=tuple(share * limit for limit in problem.memory))
+        try:
+            bubble = search_orders(limited, effort).bubble
+        except ConfigError:
+            continue
+        points.append((share, min([bubble, *(other for _, other in points)])))
+    return points
 
 
 @final
-@dataclass(frozen=True)
-class OrderPlanner:
-    problems_of: Callable[[Prediction, LayerCosts], list[SearchProblem]]
-    """The search for an order of a plan's balance."""
-    predict: Callable[[RankedPlan, LayerCosts, float | None], Prediction]
-    cores: int | None
+class _Search:
+    def __init__(self, problem: OrderProblem, effort: int, bound: float) -> None:
+        self._problem = problem
+        self._actions = 3 * problem.partitions * problem.chunks
+        self._total = self._effort = effort
+        self._bound = bound
+        self._random = random.Random(0)
+        self._tried: set[Policy] = set()
+        self._best: tuple[float, Policy, Scheduled] | None = None
 
-    def added_to(
-        self, plans: Sequence[Prediction], costs: Callable[[PlanShape], LayerCosts], *, only: bool
-    ) -> list[Prediction]:
-        """The plans, best first, and with them those with a searched order that beat the same balance's best schedule.
+    def best(self) -> Scheduled | None:
+        for policy in self._starts():
+            # A large problem leaves most starts out: improving the first ones is worth more.
+            if self._best is None or self._effort > 0.8 * self._total:
+                self._try(policy)
+        while self._best is not None and self._effort > 0 and self._best[0] > self._bound * (1 + _TOLERANCE):
+            _, policy, scheduled = self._best
+            self._try(self._changed(policy, scheduled))
+        return None if self._best is None else self._best[2]
 
-        only: leave out every other pipeline; ConfigError if a considered plan is one, but no order was found.
-        """
-        pipelines = _pipelines(plans)
-        searched = [
-            found
-            for plan in pipelines
-            if (found := self._searched(plan, costs(plan.shape))) is not None
-            and (only or found.step_ms <= plan.step_ms * (1 - LEAST_GAIN))
-        ]
-        if only and not searched and any(plan.shape.devices > 1 for plan in plans[:CONSIDERED_PLANS]):
-            reason = "no order of the best pipelines fits the memory of the devices"
-            if not pipelines:
-                reason = f"the best pipelines have more than {MOST_ACTIONS:,} actions, too many to search"
-            raise ConfigError(f"schedule={AUTO}: {reason}; leave it out")
-        fixed = [plan for plan in plans if plan.shape.devices == 1 or not only]
-        return sorted([*fixed, *searched], key=lambda plan: plan.step_ms)
+    def _try(self, policy: Policy) -> None:
+        self._effort -= self._actions
+        if policy in self._tried or self._effort <= -self._actions:
+            return
+        self._tried.add(policy)
+        scheduled = list_schedule(self._problem, policy)
+        if scheduled is None:
+            return
+        step = scheduled.step(synchronized=self._problem.synchronized)
+        if self._problem.shares_cores:
+            # List scheduling lets all workers run at once.
+            step = self._problem.step_of(scheduled.order)
+            self._effort -= self._actions
+        # Of equal ones the newest: so local search moves on over plateaus.
+        if self._best is None or step <= self._best[0]:
+            self._best = step, policy, scheduled
 
-    def memory_curve(
-        self, plans: Sequence[Prediction], costs: Callable[[PlanShape], LayerCosts]
-    ) -> list[MemoryPoint]:
-        """The bubble against memory of the best pipeline; empty if there is none."""
-        for plan in _pipelines(plans)[:1]:
-            return bubble_by_memory(self.problems_of(plan, costs(plan.shape)), plan.shape.spec(self.cores))
-        return []
+    def _starts(self) -> Iterator[Policy]:
+        """The longer the hops, the more micro-batches are alive; those of the memory limit come first."""
+        alive = self._alive()
+        workers = self._problem.devices
+        shapes: list[tuple[float, ...]]
+        starts = _STARTS if self._problem.partitions == workers else _V_STARTS
+        if self._problem.partitions == workers:
+            shapes = [
+                (total / 2, total / 2)
+                for total in (1.005 * alive, 1.02 * alive, alive, 0.95 * alive, 1.0, 0.8)
+            ]
+        elif self._problem.partitions > 2 * workers:
+            passes = -(-self._problem.partitions // workers)
+            shapes = [(alive * hop,) * (2 * passes) for hop in (0.5, 0.7, 1.0)]
+        else:
+            pairs = ((3, 3, 3, 3), (2.7, 2.7, 2.7, 2.7), (4, 2, 4, 2), (2, 4, 2, 4), (4, 2, 4, 1))
+            shapes = [tuple(alive * hop / 6 for hop in hops) for hops in pairs]
+        for (window, patience, at_end, protects), hops in product(starts, shapes):
+            yield Policy(tuple(hops), window, (patience,) * workers, (at_end,) * workers, protects)
 
-    def _searched(self, plan: Prediction, costs: LayerCosts) -> Prediction | None:
-        try:
-            found = search_order(self.problems_of(plan, costs))
-        except ConfigError:
-            # No order fits: the plan divides the memory of a device among its partitions in another way.
-            return None
-        shape = replace(plan.shape, schedule=found.schedule)
-        spec = shape.spec(self.cores)
-        step = step_ms(spec, costs, plan.balance)
-        bound = min(step, found.result.bound + costs.update_ms(plan.balance, spec))
-        best = BestBalance(plan.balance, plan.shape.checkpoint, step, bound)
-        return self.predict(RankedPlan(shape, best), costs, None)
+    def _alive(self) -> float:
+        """How many micro-batches per device the memory allows, at most twice as many as devices."""
+        problem = self._problem
+        if not problem.memory:
+            return 2.0
+        needs = [sum(problem.costs[one].saved_bytes for one in own) for own in problem.own]
+        fitting = min(
+            limit / need if need else 2.0 * problem.devices
+            for limit, need in zip(problem.memory, needs, strict=True)
+        )
+        return max(0.3, min(2.0, fitting / problem.devices))
 
+    def _changed(self, policy: Policy, scheduled: Scheduled) -> Policy:
+        """A neighbor of the policy."""
+        draw = self._random
+        move = draw.random()
+        if move < 0.55:
+            changed = self._changed_patience(policy.patience, scheduled)
+            if move < 0.35:
+                return replace(policy, patience=changed, patience_at_end=changed)
+            return (
+                replace(policy, patience=changed) if move < 0.45 else replace(policy, patience_at_end=changed)
+            )
+        if move < 0.8:
+            change = draw.choice((-0.1, -0.02, -0.005, 0.005, 0.02, 0.1))
+            chosen = draw.choice((None, *range(len(policy.hops))))  # None: all of them
+            hops = (
+                max(0.02, hop + change) if chosen in (None, place) else hop
+                for place, hop in enumerate(policy.hops)
+            )
+            return replace(policy, hops=tuple(hops))
+        if move < 0.95:
+            return replace(policy, window=max(0.0, policy.window + draw.choice((-0.5, -0.25, 0.25, 0.5))))
+        return replace(policy, protects_last=not policy.protects_last)
 
-def _pipelines(plans: Sequence[Prediction]) -> list[Prediction]:
-    """Those among the considered plans, each balance once; an order does not depend on the schedule it replaces."""
-    chosen: dict[object, Prediction] = {}
-    for plan in plans[:CONSIDERED_PLANS]:
-        shape = plan.shape
-        if shape.devices > 1 and shape.actions <= MOST_ACTIONS:
-            chosen.setdefault((plan.balance, shape.devices, shape.chunks, shape.checkpoint), plan)
-    return list(chosen.values())[:SEARCHED_PLANS]
+    def _changed_patience(self, patience: tuple[float, ...], scheduled: Scheduled) -> tuple[float, ...]:
+        """Of some neighboring workers, or of those that have the most time to wait."""
+        draw, workers = self._random, len(patience)
+        if draw.random() < 0.4:
+            first, count = draw.randrange(workers), draw.choice((1, 2, 4))
+            value = draw.choice((0.0, 0.25, 0.5, 0.75, 1.0))
+            return tuple(
+                value if first <= worker < first + count else old for worker, old in enumerate(patience)
+            )
+        parts = [end - begin for begin, end in zip(scheduled.begins, scheduled.ends, strict=True)]
+        longest = sorted(parts)[draw.randrange(workers)]
+        return tuple(
+            draw.choice((0.0, 0.25, 0.5)) if part <= longest and draw.random() < 0.7 else old
+            for part, old in zip(parts, patience, strict=True)
+        )

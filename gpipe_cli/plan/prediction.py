@@ -16,8 +16,8 @@ from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import simulated_step
 from gpipe_cli.profiling.memory import PartitionMemory
 from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.schedule.spec import PipelineSpec
 
 SINGLE, THREADS, OFFLOAD = "single", "threads", "offload"
 """The engines that plans are for: without a pipeline, a pipeline, and a model in slices on one device."""

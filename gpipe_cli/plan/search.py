@@ -23,8 +23,8 @@ from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import can_simulate, step_ms
 from gpipe_cli.schedule import traits
-from gpipe_cli.schedule.checkpoint import Checkpoint
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.action import Checkpoint
+from gpipe_cli.schedule.spec import PipelineSpec
 
 Balance = tuple[int, ...]
 MOST_ACTIONS_PER_SHAPE = 200_000

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import final
 
 from gpipe_cli.schedule import ScheduleModule, names, traits
-from gpipe_cli.schedule.checkpoint import Checkpoint
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.action import Checkpoint
+from gpipe_cli.schedule.spec import PipelineSpec
 
 CHECKPOINTS = ("never", "except_last", "always")
 FITTED = "fitted"

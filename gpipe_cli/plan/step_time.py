@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.schedule.spec import PipelineSpec
 
 MOST_ACTIONS = 200_000
 """Of one simulation: half a second."""

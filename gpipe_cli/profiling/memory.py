@@ -15,8 +15,8 @@ from torch import nn
 
 from gpipe_cli.profiling.model_stats import ModelStats
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, StateBytes, state_by_parameter
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.schedule.spec import PipelineSpec
 
 KeptState = Callable[[Sequence[int], Sequence[int]], int]
 """How many bytes of an optimizer's state a process keeps, from those of each parameter and of its state."""

@@ -30,10 +30,10 @@ from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, preserved
 from gpipe_cli.profiling.timeline import IsLate, never_late, run_steps
 from gpipe_cli.pytree import map_tensors
-from gpipe_cli.schedule import one_f_one_b, zero_bubble
 from gpipe_cli.schedule.action import Kind
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.orders import ONE_F_ONE_B, ZERO_BUBBLE
 from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.schedule.spec import PipelineSpec
 
 PER_PARTITION = 4
 """Micro-batches of a step for each partition: with fewer, what happens once in a step, such as waking up the workers,
@@ -83,9 +83,9 @@ def measure_phase_times(
     """
     steps = _Steps(module, sample, balance, devices, chunks, seconds / 3, cores, is_late)
     with preserved(module, device=True):
-        plain = steps.run(one_f_one_b.TRAITS.name, "never")
-        checkpointed = steps.run(one_f_one_b.TRAITS.name, "always")
-        halves = steps.run(zero_bubble.TRAITS.name, "never") if split and len(balance) > 1 else None
+        plain = steps.run(ONE_F_ONE_B, "never")
+        checkpointed = steps.run(ONE_F_ONE_B, "always")
+        halves = steps.run(ZERO_BUBBLE, "never") if split and len(balance) > 1 else None
     # A partition is split only if the one before it waits for the gradient of its input.
     frozen = frozen_layers(module, sample)
     split_from = next((at for at, begin in enumerate(accumulate(balance), 1) if begin > frozen), len(balance))
@@ -116,7 +116,7 @@ def measure_forward_backward(
     """Only the forward and backward of `measure_phase_times`, from the fewest steps."""
     with preserved(module, device=True):
         steps = _Steps(module, sample, balance, devices, chunks, 0.0, cores, is_late)
-        plain = steps.run(one_f_one_b.TRAITS.name, "never")
+        plain = steps.run(ONE_F_ONE_B, "never")
     excess = plain.excess()
     return plain.sum("forward") * excess, plain.sum("backward") * excess
 

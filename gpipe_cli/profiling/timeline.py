@@ -21,10 +21,10 @@ import torch
 
 from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.accelerator.streams import current_stream, record_timing_event, synchronize
-from gpipe_cli.schedule import by_slice, zero_bubble
 from gpipe_cli.schedule.action import Action
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.orders import BY_SLICE, ZERO_BUBBLE
 from gpipe_cli.schedule.simulate import TRANSFERS, Simulation, Span
+from gpipe_cli.schedule.spec import PipelineSpec
 
 WARM_UP = 2
 """Steps before those that count: the first ones also pay for new threads and their memory."""
@@ -276,7 +276,7 @@ def _advice(
     rows: int,
     gain: BalanceGain | None,
 ) -> Iterator[str]:
-    if spec.schedule == by_slice.TRAITS.name:
+    if spec.schedule == BY_SLICE:
         yield from _slice_advice(partitions, bubble)
         return
     splits, several = spec.traits.splits_backward, spec.traits.several_per_device
@@ -287,7 +287,7 @@ def _advice(
     if ideal_bubble > LARGE_BUBBLE and 2 * spec.micro_batches <= rows:
         yield f"chunks={2 * spec.micro_batches} shortens the bubble that any schedule has at both ends"
     if ideal_bubble > LARGE_BUBBLE and not (splits or several) and len(partitions) > 1:
-        yield f"schedule={zero_bubble.TRAITS.name} fills a part of it"
+        yield f"schedule={ZERO_BUBBLE} fills a part of it"
     if bubble > ideal_bubble + ABOVE_IDEAL:
         if spec.cores is not None and spec.partitions > spec.cores:
             yield f"partitions={spec.cores} is as many as there are cores: more of them take turns"

@@ -25,7 +25,7 @@ from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.plan.prediction import OFFLOAD, advice
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.planning import Planner
-from gpipe_cli.schedule.own_orders import AUTO
+from gpipe_cli.schedule.orders import AUTO
 
 NO_PLAN = AutoPlanConfig()
 PLANS = 5

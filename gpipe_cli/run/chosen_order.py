@@ -28,7 +28,7 @@ from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import measure_link
 from gpipe_cli.plan.measured import measure_costs
-from gpipe_cli.plan.order_search import order_problems, search_order
+from gpipe_cli.plan.order_plans import order_problems, search_order
 from gpipe_cli.profiling.measurements import ProfileCache, default_folder
 from gpipe_cli.profiling.memory import with_bytes
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
@@ -37,9 +37,9 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.run.measured_devices import room_to_measure
 from gpipe_cli.runs.directory import write_text
 from gpipe_cli.schedule.files import FixedOrder, parse_schedule, read_schedule, schedule_text
-from gpipe_cli.schedule.own_orders import AUTO, FILE, OWN_ORDERS, one_by_one, similar_schedule
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.orders import AUTO, CUSTOM, FILE, one_by_one, similar_schedule
 from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.schedule.spec import PipelineSpec
 
 ORDER_FILE = "schedule.csv"
 """In the run directory; other runs and torch's pipelining can use it too."""
@@ -47,7 +47,7 @@ ORDER_FILE = "schedule.csv"
 
 def has_own_order(settings: ModelConfig) -> bool:
     """Whether the run needs an order that no module makes. Without backward, any schedule does the same."""
-    trains_pipeline = bool(settings.optimizer and settings.engine) and settings.schedule.name in OWN_ORDERS
+    trains_pipeline = bool(settings.optimizer and settings.engine) and settings.schedule.name in CUSTOM
     return trains_pipeline and traits_of_engine(settings).has_partitions
 
 
@@ -93,7 +93,7 @@ def known_schedule(
     it.
     """
     name = settings.schedule.name
-    if name not in OWN_ORDERS:
+    if name not in CUSTOM:
         return name
     if _reads_file(settings):
         order = given or read_given_file(settings)

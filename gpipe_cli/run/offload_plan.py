@@ -28,7 +28,7 @@ from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.memory import PartitionMemory
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.run.plan_memory import PlanMemory
-from gpipe_cli.schedule.checkpoint import checkpoint_stops
+from gpipe_cli.schedule.action import checkpoint_stops
 
 
 @final

@@ -21,15 +21,15 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.measured import MicroBatchSize
-from gpipe_cli.plan.order_search import order_problems
+from gpipe_cli.plan.order_plans import order_problems
+from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.plan.search_space import CHECKPOINTS, FITTED, TURNS, PlanShape, powers_of_two
 from gpipe_cli.profiling.memory import PartitionMemory, partition_memory, with_bytes
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
-from gpipe_cli.schedule.search_problem import SearchProblem
+from gpipe_cli.schedule.spec import PipelineSpec
 
 MAX_CHUNKS_PER_DEVICE = 8
 """Above this the bubble is only a few per cent, and small micro-batches are slow."""
@@ -72,7 +72,7 @@ class PlanMemory:
 
     def order_problems(
         self, plan: Prediction, costs: LayerCosts, rows: int, cores: int | None
-    ) -> list[SearchProblem]:
+    ) -> list[OrderProblem]:
         """The search for an order of a plan's balance."""
         spec = plan.shape.spec(cores)
         parts = with_bytes(

@@ -27,7 +27,8 @@ from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import Link
 from gpipe_cli.plan.measured import MicroBatchSize
-from gpipe_cli.plan.order_search import CONSIDERED_PLANS, MemoryPoint, OrderPlanner
+from gpipe_cli.plan.order_plans import CONSIDERED_PLANS, MemoryPoint, OrderPlanner
+from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.plan.prediction import Prediction, best_and_plain, predict
 from gpipe_cli.plan.search import RankedPlan, SearchResult, search, simplest_of_equals
 from gpipe_cli.plan.search_space import (
@@ -45,8 +46,7 @@ from gpipe_cli.run.measured_devices import MeasuredDevices
 from gpipe_cli.run.offload_plan import MicroBatches, OffloadPlanner
 from gpipe_cli.run.plan_memory import PlanMemory, PlanSizes
 from gpipe_cli.schedule import traits
-from gpipe_cli.schedule.own_orders import AUTO, FILE
-from gpipe_cli.schedule.search_problem import SearchProblem
+from gpipe_cli.schedule.orders import AUTO, FILE
 from gpipe_cli.values import format_bytes
 
 FEW_DEVICES = 8
@@ -257,7 +257,7 @@ class Planner:
             return planned
         plans, simplest = planned.plans, planned.plans[0]
 
-        def problems(plan: Prediction, costs: LayerCosts) -> list[SearchProblem]:
+        def problems(plan: Prediction, costs: LayerCosts) -> list[OrderProblem]:
             rows = self._sizes.rows(simplest.batch_size, plan.shape.chunks)
             return self._memory.order_problems(plan, costs, rows, self._cores)
 

@@ -1,11 +1,11 @@
-"""The vocabulary of schedules: actions, their kinds, the order of all workers' actions, and a schedule's traits."""
+"""The vocabulary of schedules: actions and their orders, checkpoint modes, and what a schedule declares."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Protocol, TypeAlias, final
 
 
 @final
@@ -67,17 +67,39 @@ class ScheduleTraits:
         return self.workers or tuple(partition % devices for partition in range(partitions))
 
 
-def partitions_of(worker: int, partitions: int, devices: int) -> range:
-    """The partitions a worker runs, ascending: partition `p` is on worker `p % devices`."""
-    return range(worker, partitions, devices)
+class ScheduleModule(Protocol):
+    """A schedule: a module of that form, an entry of the table in `orders.py`, or a `FixedOrder`."""
+
+    @property
+    def TRAITS(self) -> ScheduleTraits: ...
+
+    def order(self, partitions: int, chunks: int, devices: int, /) -> Order: ...
+
+    def __hash__(self) -> int: ...
 
 
-def staggered(partition: int, chunks: int, delays: Mapping[Kind, int]) -> tuple[Action, ...]:
-    """A partition's actions in rounds: in round `r`, each kind runs micro-batch `r - delay`, if that exists."""
-    # Kinds within a round run in the order of `delays`: with a delay of 0 a backward follows its own forward.
-    return tuple(
-        Action(kind, partition, now - delay)
-        for now in range(chunks + max(delays.values()))
-        for kind, delay in delays.items()
-        if 0 <= now - delay < chunks
-    )
+MODES = ("always", "except_last", "never")
+
+Checkpoint: TypeAlias = str | tuple[str, ...]
+"""A mode for all partitions, or a tuple with one for each."""
+
+
+def checked_checkpoint(given: str | Iterable[str], partitions: int) -> Checkpoint:
+    """Check what the user gave; modes that are all the same become a single one."""
+    is_single = isinstance(given, str) or not isinstance(given, Iterable)
+    modes = (str(given),) if is_single else tuple(map(str, given))
+    for mode in modes:
+        if mode not in MODES:
+            raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' ({mode!r})")
+    if not is_single and len(modes) != partitions:
+        raise ValueError(
+            f"checkpoint has {len(modes)} modes for {partitions} partitions; give one for each, or one for all"
+        )
+    return modes[0] if len(set(modes)) == 1 else modes
+
+
+def checkpoint_stops(checkpoint: Checkpoint, partitions: int, micro_batches: int) -> tuple[int, ...]:
+    """For each partition the first micro-batch that is not checkpointed; `except_last` is the last that exists."""
+    stops = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}
+    modes = (checkpoint,) * partitions if isinstance(checkpoint, str) else checkpoint
+    return tuple(stops[mode] for mode in modes)

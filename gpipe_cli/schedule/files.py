@@ -18,7 +18,7 @@ from typing import final
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.schedule.action import Action, Kind, Order, ScheduleTraits
-from gpipe_cli.schedule.check import check
+from gpipe_cli.schedule.order_check import check_order
 
 MOST_BYTES = 32 * 2**20
 MOST_ACTIONS = 1_000_000
@@ -36,7 +36,7 @@ class FixedOrder:
     given: Order
 
     def __post_init__(self) -> None:
-        check(self.given, self.partitions, self.chunks, self.name)
+        check_order(self.given, self.partitions, self.chunks, self.name)
 
     @cached_property
     def partitions(self) -> int:

@@ -1,4 +1,4 @@
-"""Predicts when every action of an order begins and ends, and the bytes it keeps, from the costs of its partitions.
+"""Predicts when every action of an order begins and ends, and what it keeps alive, from the costs of its partitions.
 
 A worker runs its actions in order, each as soon as its inputs have arrived and a core is free; the worker that was
 ready first gets the core. The order is one that `check` accepts.
@@ -6,15 +6,14 @@ ready first gets the core. The order is one that `check` accepts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from heapq import heappop, heappush, heapreplace
 from itertools import chain
 from typing import NamedTuple, TypeAlias, final
 
 from gpipe_cli.schedule.action import Action, Kind, Order
-from gpipe_cli.schedule.memory import partition_peaks
 
 
 @final
@@ -258,3 +257,85 @@ def _run(work: Sequence[Sequence[_Work]], cores: int) -> list[list[float]]:
                 line_up(*waiting)
         line_up(worker, end)
     return begins
+
+
+class Live(NamedTuple):
+    """The micro-batches of a partition that are alive at one moment, or by how many their number changes."""
+
+    graphs: float
+    """Those with everything their backward needs; a fraction if only a part of it is kept."""
+    inputs: int
+    """Checkpointed ones, whose input is kept until their backward has ended."""
+
+    def bytes(self, cost: PartitionCost) -> float:
+        return self.graphs * cost.saved_bytes + self.inputs * cost.input_bytes
+
+
+@cache
+def live_change(kind: Kind, *, is_checkpointed: bool, kept: float = 1) -> tuple[Live, Live]:
+    """What an action adds to what its partition keeps alive while it runs, and once it has ended.
+
+    kept: the share of a graph that is kept between input gradient and weight gradient; gpipe's engines keep all of it.
+    """
+    recomputed = int(is_checkpointed)
+    if kind is Kind.FORWARD:
+        added = Live(1 - recomputed, recomputed)
+        return added, added
+    if kind is Kind.WEIGHT_GRAD:
+        return Live(0, 0), Live(-kept, -recomputed)
+    if kind is Kind.INPUT_GRAD:
+        return Live(recomputed, 0), Live(recomputed - (1 - kept), 0)
+    return Live(recomputed, 0), Live(recomputed - 1, -recomputed)
+
+
+@final
+@dataclass(frozen=True)
+class PartitionPeaks:
+    """What one partition keeps at the moments that can be the worst."""
+
+    moments: tuple[Live, ...]
+    """None exceeds another in both numbers; which of them is the worst depends on the bytes."""
+
+    def bytes(self, graph: int, input: int) -> int:
+        """At the worst moment, if one graph and one input have that many bytes."""
+        return int(max(moment.graphs * graph + moment.inputs * input for moment in self.moments))
+
+
+def partition_peaks(order: Order, checkpoint_stops: Sequence[int] = ()) -> list[PartitionPeaks]:
+    """For each partition; micro-batches below its stop are checkpointed, without stops none is.
+
+    One worker runs a partition's actions in one order, so this does not depend on how long anything takes.
+    """
+    by_partition: dict[int, list[Action]] = {}
+    for actions in order:
+        for action in actions:
+            by_partition.setdefault(action.partition, []).append(action)
+    stops = checkpoint_stops or [0] * len(by_partition)
+    return [_peaks(actions, stops[partition]) for partition, actions in sorted(by_partition.items())]
+
+
+def _peaks(actions: Iterable[Action], checkpoint_stop: int) -> PartitionPeaks:
+    graphs, inputs = 0.0, 0
+    moments = set()
+    for action in actions:
+        running, ended = live_change(action.kind, is_checkpointed=action.micro_batch < checkpoint_stop)
+        moments.add((graphs + running.graphs, inputs + running.inputs))
+        graphs, inputs = graphs + ended.graphs, inputs + ended.inputs
+    front: list[Live] = []
+    # Most graphs first, so a moment belongs to the Pareto front only if it has more inputs than all before it.
+    for moment in sorted(moments, reverse=True):
+        if not front or moment[1] > front[-1].inputs:
+            front.append(Live(*moment))
+    return PartitionPeaks(tuple(front))
+
+
+def peaks_of_live(live: int, chunks: int, checkpoint_stop: int) -> PartitionPeaks:
+    """The peaks of a partition that keeps `live` micro-batches alive; with `except_last` up to one graph too many."""
+    if checkpoint_stop == 0:
+        return PartitionPeaks((Live(live, 0),))
+    recomputing = Live(1, live)
+    if checkpoint_stop == chunks or live == 1:
+        return PartitionPeaks((recomputing,))
+    # The last micro-batch keeps its graph from the start, while an earlier one is recomputed.
+    last = Live(2, live - 1)
+    return PartitionPeaks((last, recomputing) if live < chunks else (last,))

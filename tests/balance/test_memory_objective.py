@@ -10,7 +10,7 @@ from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective, Skip
 from gpipe_cli.balance.result import BalanceResult, solve_within
 from gpipe_cli.balance.solver import Additive, sums
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 
 layers = st.lists(
     st.builds(

@@ -11,7 +11,7 @@ from gpipe_cli.balance.size import balance as by_size
 from gpipe_cli.balance.size import memory_objective, memory_objective_of
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 from tests.distributed.tasks import make
 
 

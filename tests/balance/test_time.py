@@ -14,7 +14,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling import measurements
 from gpipe_cli.profiling.measurements import ProfileCache
 from gpipe_cli.profiling.records import LayerTimes, Sample
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 from tests.distributed.tasks import make
 
 

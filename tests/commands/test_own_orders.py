@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 from gpipe_cli.plan import measured, order_search
 from gpipe_cli.run import chosen_order
-from gpipe_cli.schedule import order, zero_bubble_v
+from gpipe_cli.schedule import order
 from gpipe_cli.schedule.files import read_schedule, schedule_text
+from gpipe_cli.schedule.orders import zero_bubble_v
 from tests.support.command_line import Gpipe, UserModule
 
 TWO = "devices=[cpu,cpu]"
@@ -89,7 +90,7 @@ def test_a_resumed_run_repeats_its_order_unless_you_ask_for_another(tiny: Gpipe,
 def test_a_file_may_place_partitions_there_and_back(tiny: Gpipe, gpipe: Gpipe) -> None:
     words = ("steps=2", "chunks=3", TWO)
     assert tiny("train", "run_dir=plain", *words).code == 0
-    path = write("v.txt", zero_bubble_v.order(4, 3, 2))
+    path = write("v.txt", zero_bubble_v(4, 3, 2))
     answer = tiny("train", "run_dir=v", *words, "partitions=4", "schedule=file", path)
     assert answer.code == 0
     assert "schedule.path=v.txt (costs measured" in answer.err and "interleaved: " in answer.err

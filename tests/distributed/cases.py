@@ -16,7 +16,7 @@ from gpipe_cli.engines import processes, single
 from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.pytree import map_tensors
-from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.sequential import partition_uniform
 from tests.distributed.own_order import THERE_AND_BACK, schedule_called
 from tests.distributed.tasks import make

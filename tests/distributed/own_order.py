@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from gpipe_cli.schedule import ScheduleModule, zero_bubble_v
+from gpipe_cli.plan.order_candidates import with_joined_backwards
+from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.search import joined
+from gpipe_cli.schedule.orders import zero_bubble_v
 
 THERE_AND_BACK = "there and back"
 """In place of the name of a schedule."""
@@ -14,4 +15,4 @@ def schedule_called(name: str, ranks: int, chunks: int) -> str | ScheduleModule:
     if name != THERE_AND_BACK:
         return name
     whole = [partition % (chunks + 1) for partition in range(2 * ranks)]
-    return FixedOrder(name, joined(zero_bubble_v.order(2 * ranks, chunks, ranks), whole))
+    return FixedOrder(name, with_joined_backwards(zero_bubble_v(2 * ranks, chunks, ranks), whole))

@@ -13,9 +13,9 @@ from gpipe_cli.plan.device_costs import DeviceRun, Efficiency, LayerUpdate, esti
 from gpipe_cli.plan.devices import DEVICES, DeviceSpec
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule import zero_bubble_v
 from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.orders import zero_bubble_v
+from gpipe_cli.schedule.spec import PipelineSpec
 
 WIDTH, ROWS = 64, 16
 REACHED = Efficiency(start_ms=0.0)
@@ -138,7 +138,7 @@ def test_the_update_is_that_of_the_device_with_the_most_parameters_where_the_ord
     update = [LayerUpdate(4000, 4000, 8000), *[LayerUpdate(0, 0, 0)] * 2, LayerUpdate(4000, 4000, 8000)]
     costs = estimate_costs(_facts(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))), run_on(NARROW), 1.0, update)
     in_turn = PipelineSpec("interleaved", 4, 2, devices=2)
-    v_shaped = replace(in_turn, schedule=FixedOrder("v", zero_bubble_v.order(4, 2, 2)))
+    v_shaped = replace(in_turn, schedule=FixedOrder("v", zero_bubble_v(4, 2, 2)))
     one, both = (costs.update_ms([1, 1, 1, 1], spec) for spec in (in_turn, v_shaped))
     assert both == pytest.approx(2 * one)
 

@@ -1,58 +1,156 @@
-"""Orders for plans and runs: every placement is tried, a simpler order is kept unless another one gains enough."""
+"""Searched orders: legal, within memory, never worse than a schedule that exists, and as good as published ones."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from benchmarks.zero_bubble import ROWS, ZB_2P, ZB_2P_THROUGHPUTS, Row, v_problem, v_published
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.order_search import bubble_by_memory, order_problems, search_order
-from gpipe_cli.schedule.check import check
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.plan.order_candidates import v_shaped
+from gpipe_cli.plan.order_problem import OrderProblem
+from gpipe_cli.plan.order_search import memory_curve, search_orders
+from gpipe_cli.schedule import Kind, order
+from gpipe_cli.schedule.order_check import check_order
 from gpipe_cli.schedule.simulate import PartitionCost
 
-COST = PartitionCost(
-    10, 20, input_grad=10, weight_grad=10, saved_bytes=100, input_bytes=10, resident_bytes=1000
+FIRST_ROWS = [row for row in ROWS if row.chunks == 3 * row.devices]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> OrderProblem:
+    devices, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    turns = draw(st.integers(1, 3))
+    workers = tuple(range(devices)) * turns
+    if turns == 2 and devices > 1 and draw(st.booleans()):
+        workers = v_shaped(devices)
+    times = st.integers(1, 20).map(float)
+    costs = tuple(
+        PartitionCost(
+            draw(times),
+            0.0,
+            recompute=draw(times),
+            transfer=draw(times) / 4,
+            input_grad=draw(times),
+            weight_grad=draw(times),
+            saved_bytes=draw(st.integers(1, 5)),
+            input_bytes=1,
+        )
+        for _ in workers
+    )
+    costs = tuple(
+        replace(cost, backward=sum(cost.split) * draw(st.sampled_from((0.6, 0.9, 1.0)))) for cost in costs
+    )
+    stops = tuple(draw(st.sampled_from([0, chunks])) for _ in workers)
+    memory = tuple(float(draw(st.integers(21, 60))) for _ in range(devices))
+    cores = draw(st.sampled_from((None, 1, 2)))
+    return OrderProblem(costs, workers, chunks, memory, stops, synchronized=draw(st.booleans()), cores=cores)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_an_order_is_legal_fits_the_memory_and_is_between_bound_and_existing_schedules(
+    problem: OrderProblem,
+) -> None:
+    result = search_orders(problem, effort=2_000)
+    check_order(result.order, problem.partitions, problem.chunks)
+    assert problem.fits(result.order)
+    assert problem.step_of(result.order) == pytest.approx(result.step)
+    assert result.bound <= result.step * (1 + 1e-9)
+    if problem.partitions == problem.devices:
+        for name in ("gpipe", "1f1b", "zero_bubble"):
+            existing = order(name, problem.partitions, problem.chunks, problem.devices)
+            if problem.fits(existing):
+                assert result.step <= problem.step_of(existing) * (1 + 1e-9)
+
+
+def test_the_search_repeats_itself() -> None:
+    problem = FIRST_ROWS[0].problem(memory=2.0)
+    assert search_orders(problem, 50_000) == search_orders(problem, 50_000)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row if row.devices == 8 else cast(Row, pytest.param(row, marks=pytest.mark.slow)) for row in FIRST_ROWS],
+    ids=lambda row: row.model,
 )
+def test_with_the_memory_of_zb_2p_the_bubble_is_at_most_that_of_zb_2p(row: Row) -> None:
+    result = search_orders(row.problem(memory=2.0), effort=max(60_000, 90 * row.devices * row.chunks))
+    assert round(result.bubble, 4) <= ZB_2P[row.model]
+    assert row.searched_throughput(2.0) == pytest.approx(ZB_2P_THROUGHPUTS[row.model], rel=0.06)
 
 
-def test_two_partitions_per_device_are_tried_in_turn_and_there_and_back() -> None:
-    spec = PipelineSpec("interleaved", 4, 4, devices=2)
-    problems = order_problems(spec, [COST] * 4)
-    assert [problem.workers for problem in problems] == [(0, 1, 0, 1), (0, 1, 1, 0)]
-    assert len(order_problems(spec, [COST] * 4, equal_devices=False)) == 1
-    assert len(order_problems(PipelineSpec("1f1b", 2, 4), [COST] * 2)) == 1
-    found = search_order(problems)
-    check(found.schedule.given, 4, 4)
-    assert found.result.step <= min(spec.simulate([COST] * 4).step, 2 * 4 * 40)
+@pytest.mark.parametrize("row", FIRST_ROWS, ids=lambda row: row.model)
+def test_with_the_memory_of_1f1b_the_bubble_is_at_most_that_of_zb_1p(row: Row) -> None:
+    result = search_orders(row.problem(memory=1.0), effort=20_000)
+    assert round(result.bubble, 4) <= row.bubbles[2]
 
 
-def test_the_bound_is_for_all_placements() -> None:
-    """There and back is shorter here, but by too little to be preferred, and than the bound of the other placement."""
-    spec = PipelineSpec("interleaved", 4, 32, devices=2)
-    costs = [replace(COST, forward=10 + 0.05 * (place % 2)) for place in range(4)]
-    in_turn, v_shaped = order_problems(spec, costs)
-    found = search_order([in_turn, v_shaped])
-    assert found.result.bound == min(search_order([each]).result.bound for each in (in_turn, v_shaped))
+@pytest.mark.parametrize("devices", [8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
+def test_with_half_and_a_third_of_the_memory_the_bubble_is_at_most_that_of_v_half_and_v_min(
+    devices: int, name: str
+) -> None:
+    chunks = 3 * devices
+    kept, bubble = v_published(devices, chunks)[name]
+    costs = [PartitionCost(1, 2, input_grad=1, weight_grad=1)] * (2 * devices)
+    result = search_orders(v_problem(costs, devices, chunks, kept), effort=60_000)
+    assert result.bubble <= bubble
 
 
-def test_what_stays_on_a_device_leaves_less_for_activations() -> None:
-    spec = PipelineSpec("1f1b", 2, 4)
-    (problem,) = order_problems(spec, [COST, replace(COST, resident_bytes=1100)], limits=[1200] * 2)
-    assert problem.memory == (200.0, 100.0)
-    found = search_order([problem])
-    assert found.problem.peaks(found.schedule.given) <= [200.0, 100.0]
-    with pytest.raises(ConfigError, match="no order fits"):
-        search_order(order_problems(spec, [COST] * 2, limits=[1050] * 2))
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
+@pytest.mark.parametrize(
+    "row",
+    [row if row.devices == 8 else cast(Row, pytest.param(row, marks=pytest.mark.slow)) for row in FIRST_ROWS],
+    ids=lambda row: row.model,
+)
+def test_with_measured_times_the_bubble_is_at_most_that_of_the_orders_of_v_half_and_v_min(
+    row: Row, name: str
+) -> None:
+    kept, _ = v_published(row.devices, row.chunks)[name]
+    result = search_orders(row.v_problem(kept), effort=60_000)
+    assert result.bubble <= row.v_block_bubble(name)
 
 
-def test_the_curve_of_bubble_against_memory_falls() -> None:
-    spec = PipelineSpec("1f1b", 4, 8)
-    curve = bubble_by_memory(order_problems(spec, [COST] * 4), spec)
-    assert [point.share for point in curve][-3:] == [1.0, 1.5, 2.0]
-    assert curve[-1].bytes == 2 * 400
-    bubbles = [point.bubble for point in curve]
-    assert bubbles == sorted(bubbles, reverse=True) and bubbles[-1] < bubbles[0]
-    without_sizes = [replace(COST, saved_bytes=0)] * 4
-    assert bubble_by_memory(order_problems(spec, without_sizes), spec) == []
+def test_workers_that_wait_for_each_other_reach_the_lower_bound_with_twice_the_memory() -> None:
+    for row in FIRST_ROWS[:2]:
+        problem = replace(row.problem(memory=2.0), synchronized=True, kept_share=1.0)
+        result = search_orders(problem)
+        assert result.gap == pytest.approx(0, abs=1e-6)
+        assert result.origin == "searched"
+
+
+def test_more_memory_never_gives_a_larger_bubble() -> None:
+    curve = memory_curve(FIRST_ROWS[0].problem(memory=1.0), (0.01, 0.5, 1.0, 1.5, 2.0), effort=20_000)
+    assert [share for share, _ in curve] == [0.5, 1.0, 1.5, 2.0]
+    bubbles = [bubble for _, bubble in curve]
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[-1] < bubbles[0] / 3
+
+
+def test_without_room_for_one_micro_batch_the_search_says_so() -> None:
+    problem = FIRST_ROWS[0].problem(memory=0.01)
+    with pytest.raises(ConfigError, match=r"no order fits the memory .* device_memory more"):
+        search_orders(problem, effort=1_000)
+
+
+def test_only_the_last_backwards_are_split_if_halves_cost_more_than_the_whole() -> None:
+    cost = PartitionCost(2.0, 3.0, input_grad=2.0, weight_grad=2.0)
+    problem = OrderProblem((replace(cost, input_grad=0.0, weight_grad=3.0), cost), (0, 1), chunks=8)
+    result = search_orders(problem, effort=5_000)
+    split = [each.micro_batch for actions in result.order for each in actions if each.kind is Kind.INPUT_GRAD]
+    assert 0 < len(split) < 8
+    assert min(split) > 3
+    fixed = {name: problem.step_of(order(name, 2, 8, 2)) for name in ("1f1b", "zero_bubble")}
+    assert result.step < min(fixed.values())
+
+
+def test_a_simpler_order_is_kept_if_a_searched_one_gains_too_little() -> None:
+    cost = PartitionCost(2.0, 3.0, input_grad=2.0, weight_grad=2.0)
+    problem = OrderProblem((cost, cost), (0, 1), chunks=8)
+    assert search_orders(problem, effort=5_000).origin == "searched"
+    assert search_orders(problem, effort=5_000, least_gain=0.2).origin == "1f1b"

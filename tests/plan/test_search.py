@@ -15,8 +15,8 @@ from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
 from gpipe_cli.plan.search import BestBalance, RankedPlan, SearchResult, search, simplest_of_equals
 from gpipe_cli.plan.search_space import CHECKPOINTS, FITTED, PlanShape, SearchSpace
 from gpipe_cli.plan.step_time import step_ms
-from gpipe_cli.schedule.checkpoint import Checkpoint
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.action import Checkpoint
+from gpipe_cli.schedule.spec import PipelineSpec
 
 
 def _balances(layers: int, partitions: int) -> Iterator[tuple[int, ...]]:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from gpipe_cli.plan import step_time
 from gpipe_cli.plan.step_time import follows_clock, long_step
-from gpipe_cli.schedule.checkpoint import MODES, Checkpoint
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.action import MODES, Checkpoint
 from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.schedule.spec import PipelineSpec
 
 numbers = st.integers(1, 50).map(float)
 shapes = st.tuples(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 6), st.integers(1, 3))

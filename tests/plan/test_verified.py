@@ -9,8 +9,8 @@ from torch import nn
 from gpipe_cli.plan.prediction import Limit, Prediction
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.verified import verify_plans
-from gpipe_cli.schedule import zero_bubble_v
 from gpipe_cli.schedule.files import FixedOrder
+from gpipe_cli.schedule.orders import zero_bubble_v
 
 pytestmark = pytest.mark.accelerator
 
@@ -31,7 +31,7 @@ def test_partitions_that_go_there_and_back_are_moved_there(accelerators: list[to
             Limit("work", 0.0, {}),
             "threads",
         )
-        for schedule in (FixedOrder("v", zero_bubble_v.order(4, 2, 2)), "interleaved")
+        for schedule in (FixedOrder("v", zero_bubble_v(4, 2, 2)), "interleaved")
     ]
     batch = torch.randn(8, 4), torch.randn(8, 4)
     verified = verify_plans(

@@ -18,7 +18,7 @@ from gpipe_cli import GPipe
 from gpipe_cli.profiling.memory import activation_bytes
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 
 BALANCE = [3, 2, 3]
 

@@ -14,7 +14,7 @@ from gpipe_cli.profiling.layer_times import layer_stats
 from gpipe_cli.profiling.memory import activation_bytes
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 from gpipe_cli.skip import pop, skippable, stash
 from tests.distributed.tasks import make
 

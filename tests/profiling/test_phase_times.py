@@ -12,7 +12,7 @@ from gpipe_cli.profiling.layer_times import layer_times
 from gpipe_cli.profiling.phase_times import StepTimes, measure_phase_times
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.action import Kind
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.spec import PipelineSpec
 
 CPU = torch.device("cpu")
 

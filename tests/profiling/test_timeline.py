@@ -27,8 +27,8 @@ from gpipe_cli.profiling.timeline import (
     run_steps,
 )
 from gpipe_cli.schedule.action import Action, Kind
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import Span
+from gpipe_cli.schedule.spec import PipelineSpec
 
 
 def make_pipe(checkpoint: str = "except_last", schedule: str = "gpipe") -> GPipe:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.schedule.checkpoint import MODES
+from gpipe_cli.schedule.action import MODES
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 from tests.random_pipes.layers import (
     DRAWING,

@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 
 from gpipe_cli.schedule import order
-from gpipe_cli.schedule.checkpoint import checked_checkpoint, checkpoint_stops
-from gpipe_cli.schedule.memory import partition_peaks
-from gpipe_cli.schedule.simulate import PartitionCost, simulate
+from gpipe_cli.schedule.action import checked_checkpoint, checkpoint_stops
+from gpipe_cli.schedule.simulate import PartitionCost, partition_peaks, simulate
 
 
 def test_every_partition_may_have_a_mode_of_its_own() -> None:

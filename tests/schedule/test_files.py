@@ -11,10 +11,12 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule import files, names, order, traits, zero_bubble_v
+from gpipe_cli.plan.order_candidates import v_shaped
+from gpipe_cli.plan.order_problem import OrderProblem
+from gpipe_cli.plan.order_search import search_orders
+from gpipe_cli.schedule import files, names, order, traits
 from gpipe_cli.schedule.files import FixedOrder, read_schedule, schedule_text
-from gpipe_cli.schedule.search import search, v_shaped
-from gpipe_cli.schedule.search_problem import SearchProblem
+from gpipe_cli.schedule.orders import zero_bubble_v
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
 
@@ -39,7 +41,7 @@ def test_the_readable_form_has_comments_and_torchs_form_empty_cells(tmp_path: Pa
 
 
 def test_other_numbers_of_micro_batches_leave_actions_out_or_repeat_the_order() -> None:
-    schedule = FixedOrder("mine", zero_bubble_v.order(4, 3, 2))
+    schedule = FixedOrder("mine", zero_bubble_v(4, 3, 2))
     for chunks in range(1, 9):
         made = order(schedule, 4, chunks, 2)
         assert sum(map(len, made)) == 3 * 4 * chunks
@@ -127,8 +129,8 @@ def test_searched_orders_there_and_back_give_the_bits_of_gpipe(rows: int) -> Non
     cost = PartitionCost(1.0, 2.5, transfer=0.1, input_grad=1.5, weight_grad=1.0, saved_bytes=10)
     expected = _gradients("gpipe", [6, 6], 2, rows)
     for workers, balance in (((0, 1), [5, 7]), (v_shaped(2), [3, 3, 3, 3])):
-        problem = SearchProblem((cost,) * len(workers), workers, 6, memory=(50.0, 50.0))
-        found = FixedOrder("searched", search(problem, effort=3_000).order)
+        problem = OrderProblem((cost,) * len(workers), workers, 6, memory=(50.0, 50.0))
+        found = FixedOrder("searched", search_orders(problem, effort=3_000).order)
         assert found.TRAITS.workers == workers
         given = _gradients(found, balance, 2, rows)
         assert len(given) == len(expected)
@@ -137,7 +139,7 @@ def test_searched_orders_there_and_back_give_the_bits_of_gpipe(rows: int) -> Non
 
 
 def test_partitions_are_on_the_devices_that_the_order_gives_them() -> None:
-    schedule = FixedOrder("there and back", zero_bubble_v.order(4, 3, 2))
+    schedule = FixedOrder("there and back", zero_bubble_v(4, 3, 2))
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     with GPipe(model, [1] * 4, devices=["cpu", "cpu"], chunks=3, schedule=schedule) as pipe:
         assert pipe.schedule == "there and back"

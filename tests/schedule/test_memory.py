@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_cli.schedule import Kind, names, order, traits
-from gpipe_cli.schedule.memory import Live, partition_peaks, peaks_of_live
-from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.simulate import Live, partition_peaks, peaks_of_live
+from gpipe_cli.schedule.spec import PipelineSpec
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from gpipe_cli.schedule import Action, Kind, Order, names, order
-from gpipe_cli.schedule.check import check
-from gpipe_cli.schedule.memory import partition_peaks
-from gpipe_cli.schedule.simulate import PartitionCost, simulate
+from gpipe_cli.schedule.order_check import check_order
+from gpipe_cli.schedule.simulate import PartitionCost, partition_peaks, simulate
 
 PARTITIONS = range(1, 9)
 CHUNKS = range(1, 17)
@@ -36,7 +35,7 @@ def written(orders: Order) -> list[str]:
 @pytest.mark.parametrize("partitions", PARTITIONS)
 def test_every_order_with_one_partition_per_device_is_legal(name: str, partitions: int) -> None:
     for chunks in CHUNKS:
-        check(order(name, partitions, chunks, partitions), partitions, chunks)
+        check_order(order(name, partitions, chunks, partitions), partitions, chunks)
 
 
 @pytest.mark.parametrize("partitions", PARTITIONS)
@@ -47,7 +46,7 @@ def test_every_interleaved_order_is_legal_whether_devices_divide_partitions_or_n
         assert all(
             action.partition % devices == worker for worker, actions in enumerate(made) for action in actions
         )
-        check(made, partitions, chunks)
+        check_order(made, partitions, chunks)
 
 
 def test_the_orders_of_two_partitions_and_three_chunks_are_these() -> None:

@@ -9,10 +9,15 @@ from functools import cached_property, lru_cache
 from typing import final
 
 from gpipe_cli.schedule import ScheduleModule, order, traits
-from gpipe_cli.schedule.action import Order, ScheduleTraits
-from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
-from gpipe_cli.schedule.memory import PartitionPeaks, partition_peaks, peaks_of_live
-from gpipe_cli.schedule.simulate import PartitionCost, Simulation, simulate
+from gpipe_cli.schedule.action import Checkpoint, Order, ScheduleTraits, checkpoint_stops
+from gpipe_cli.schedule.simulate import (
+    PartitionCost,
+    PartitionPeaks,
+    Simulation,
+    partition_peaks,
+    peaks_of_live,
+    simulate,
+)
 
 MOST_LISTED = 1_000_000
 """Actions. Listing so many takes a second and some hundred megabytes."""

@@ -1,4 +1,4 @@
-"""Proves an order legal: `gpipe_cli.schedule.order` checks every order that it makes.
+"""Proves an order legal: `gpipe_cli.schedule.order` proves every order that it makes.
 
 In a legal order each partition belongs to one worker; each partition runs the forward and the backward of every
 micro-batch once, in ascending order, so that queues between partitions are first in, first out and gradients are always
@@ -26,7 +26,7 @@ class IllegalOrder(ConfigError, ValueError):
     """An order that cannot be run, or not correctly; the message names the action at fault."""
 
 
-def check(order: Order, partitions: int, chunks: int, name: str = "") -> None:
+def check_order(order: Order, partitions: int, chunks: int, name: str = "") -> None:
     """Raise `IllegalOrder` unless the order runs `chunks` micro-batches through `partitions` partitions.
 
     name: of the schedule or its file, for the message. The time is proportional to the number of actions: an executor

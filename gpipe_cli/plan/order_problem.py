@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -10,12 +10,12 @@ from math import floor
 from typing import final
 
 from gpipe_cli.schedule.action import Action, Kind, Order
-from gpipe_cli.schedule.simulate import PartitionCost, Simulation, simulate
+from gpipe_cli.schedule.simulate import PartitionCost, Simulation, live_change, simulate
 
 
 @final
 @dataclass(frozen=True)
-class SearchProblem:
+class OrderProblem:
     """What an order is searched for."""
 
     costs: tuple[PartitionCost, ...]
@@ -96,8 +96,23 @@ class SearchProblem:
         return max(busy)
 
     def peaks(self, order: Order) -> list[float]:
-        """The most bytes that each worker keeps for backward at once."""
-        return [_peak(actions, self.costs, self.stops, self.kept_share) for actions in order]
+        """The most bytes that each worker keeps for backward at once, over all its partitions."""
+        return [self._peak(actions) for actions in order]
+
+    def _peak(self, actions: Iterable[Action]) -> float:
+        kept = peak = 0.0
+        for action in actions:
+            running, ended = self.kept_change(action.kind, action.partition, action.micro_batch)
+            peak = max(peak, kept + running)
+            kept += ended
+        return peak
+
+    def kept_change(self, kind: Kind, partition: int, micro_batch: int) -> tuple[float, float]:
+        """The bytes that an action adds to what its worker keeps for backward, while it runs and once it has ended."""
+        is_checkpointed = micro_batch < self.stops[partition]
+        running, ended = live_change(kind, is_checkpointed=is_checkpointed, kept=self.kept_share)
+        cost = self.costs[partition]
+        return running.bytes(cost), ended.bytes(cost)
 
     def fits(self, order: Order) -> bool:
         """Whether what the workers keep for backward fits their memory at every moment of the order."""
@@ -106,28 +121,7 @@ class SearchProblem:
         )
 
 
-def _peak(
-    actions: Iterable[Action], costs: Sequence[PartitionCost], stops: Sequence[int], kept_share: float
-) -> float:
-    """The most that a worker keeps at once, over all its partitions."""
-    kept = peak = 0.0
-    for action in actions:
-        cost, kind = costs[action.partition], action.kind
-        is_checkpointed = action.micro_batch < stops[action.partition]
-        if kind is Kind.FORWARD:
-            kept += cost.input_bytes if is_checkpointed else cost.saved_bytes
-        elif kind is not Kind.WEIGHT_GRAD and is_checkpointed:
-            kept += cost.saved_bytes
-        peak = max(peak, kept)
-        if kind is Kind.INPUT_GRAD:
-            kept -= cost.saved_bytes * (1 - kept_share)
-        elif kind is not Kind.FORWARD:
-            share = kept_share if kind is Kind.WEIGHT_GRAD else 1.0
-            kept -= cost.saved_bytes * share + (cost.input_bytes if is_checkpointed else 0)
-    return peak
-
-
-def step_bound(problem: SearchProblem) -> float:
+def step_bound(problem: OrderProblem) -> float:
     """No order that fits the memory takes less, whatever it does; in the unit of the costs."""
     heads, tails = _heads(problem), _tails(problem)
     all_work = sum(_least_work(problem, own) for own in problem.own)
@@ -154,12 +148,12 @@ def _gradient(cost: PartitionCost) -> float:
     return min(cost.split[0], cost.backward)
 
 
-def _least_kept(problem: SearchProblem, cost: PartitionCost) -> float:
+def _least_kept(problem: OrderProblem, cost: PartitionCost) -> float:
     """How long the backward of a split micro-batch keeps it, as if all of it were kept."""
     return cost.split[0] + problem.kept_share * cost.split[1]
 
 
-def _least_work(problem: SearchProblem, own: list[int]) -> float:
+def _least_work(problem: OrderProblem, own: list[int]) -> float:
     """A backward in one piece may take less than its parts."""
     return sum(
         problem.chunks * (cost.forward + min(cost.backward, sum(cost.split)))
@@ -169,7 +163,7 @@ def _least_work(problem: SearchProblem, own: list[int]) -> float:
     )
 
 
-def _heads(problem: SearchProblem) -> list[float]:
+def _heads(problem: OrderProblem) -> list[float]:
     """When the first input can arrive at each partition."""
     steps = [
         cost.forward + transfer
@@ -178,7 +172,7 @@ def _heads(problem: SearchProblem) -> list[float]:
     return [0.0, *accumulate(steps)][: problem.partitions]
 
 
-def _tails(problem: SearchProblem) -> list[float]:
+def _tails(problem: OrderProblem) -> list[float]:
     """What follows the last input gradient of each partition: those of the earlier ones, and a weight gradient."""
     steps = [
         _gradient(cost) + transfer for cost, transfer in zip(problem.costs, problem.transfers, strict=False)
@@ -188,7 +182,7 @@ def _tails(problem: SearchProblem) -> list[float]:
     return [weights + passed for passed in [0.0, *accumulate(steps)][: problem.partitions]]
 
 
-def _memory_bounds(problem: SearchProblem, worker: int, heads: list[float]) -> list[float]:
+def _memory_bounds(problem: OrderProblem, worker: int, heads: list[float]) -> list[float]:
     own, limit = problem.own[worker], problem.memory[worker]
     if any(problem.stops[partition] for partition in own):
         return []  # what a micro-batch keeps changes when it is recomputed: left to the other bounds

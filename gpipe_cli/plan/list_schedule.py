@@ -13,8 +13,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import final
 
+from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.schedule.action import Action, Kind, Order
-from gpipe_cli.schedule.search_problem import SearchProblem
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = range(3)
 _KINDS = (Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
@@ -60,14 +60,14 @@ class Scheduled:
         )
 
 
-def list_schedule(problem: SearchProblem, policy: Policy) -> Scheduled | None:
+def list_schedule(problem: OrderProblem, policy: Policy) -> Scheduled | None:
     """None if the memory is too small for the policy's order."""
     return _ListSchedule(problem, policy).run()
 
 
 @final
 class _ListSchedule:
-    def __init__(self, problem: SearchProblem, policy: Policy) -> None:
+    def __init__(self, problem: OrderProblem, policy: Policy) -> None:
         self._problem = problem
         self._policy = policy
         self._period = max(problem.work) / problem.chunks
@@ -182,7 +182,8 @@ class _ListSchedule:
         limit = self._limits[worker]
         if limit == inf:
             return True
-        needed, problem = self._saved_by_forward(partition), self._problem
+        problem, forwards = self._problem, self._done[partition][FORWARD]
+        needed, _ = problem.kept_change(Kind.FORWARD, partition, forwards)
         used = lower = 0.0
         for own in problem.own[worker]:
             used += self._used[own]
@@ -191,37 +192,27 @@ class _ListSchedule:
         # Early partitions leave room for a micro-batch on each later one, or none could ever reach its backward.
         return max(used, lower + self._reserves[partition]) + needed <= limit + _EPSILON
 
-    def _saved_by_forward(self, partition: int) -> float:
-        cost = self._problem.costs[partition]
-        is_checkpointed = self._done[partition][FORWARD] < self._problem.stops[partition]
-        return cost.input_bytes if is_checkpointed else cost.saved_bytes
-
     def _start(self, kind: int, partition: int, worker: int, now: float) -> int | None:
         """Run the action; the worker that receives what it makes, if any."""
         problem, cost = self._problem, self._problem.costs[partition]
         number = self._done[partition][kind]
-        is_checkpointed = number < problem.stops[partition]
+        self._used[partition] += problem.kept_change(_KINDS[kind], partition, number)[1]
         receiver = None
         if kind == FORWARD:
             end = now + cost.forward
-            self._used[partition] += self._saved_by_forward(partition)
             if partition + 1 < problem.partitions:
                 self._inputs[partition + 1].append(end + problem.transfers[partition])
                 receiver = problem.workers[partition + 1]
             else:
                 self._gradients[partition].append(end)
         elif kind == INPUT_GRAD:
-            recomputed = now + (cost.recompute if is_checkpointed else 0.0)
+            recomputed = now + (cost.recompute if number < problem.stops[partition] else 0.0)
             end = max(recomputed, self._gradients[partition][number]) + self._parts[partition][0]
-            recomputed_bytes = cost.saved_bytes if is_checkpointed else 0.0
-            self._used[partition] += recomputed_bytes - cost.saved_bytes * (1 - problem.kept_share)
             if partition:
                 self._gradients[partition - 1].append(end + problem.transfers[partition - 1])
                 receiver = problem.workers[partition - 1]
         else:
             end = now + self._parts[partition][1]
-            input_bytes = cost.input_bytes if is_checkpointed else 0.0
-            self._used[partition] -= cost.saved_bytes * problem.kept_share + input_bytes
         self._done[partition][kind] += 1
         self._actions[worker].append((kind, partition, number))
         if self._begins[worker] is None:
@@ -230,7 +221,7 @@ class _ListSchedule:
         return receiver if receiver != worker else None
 
 
-def _reserves(problem: SearchProblem) -> list[float]:
+def _reserves(problem: OrderProblem) -> list[float]:
     """For each partition the room that it leaves: a graph of each later partition of its worker, and of its own."""
     reserves = [0.0] * problem.partitions
     for own in problem.own:
@@ -243,7 +234,7 @@ def _reserves(problem: SearchProblem) -> list[float]:
     return reserves
 
 
-def _targets(problem: SearchProblem, policy: Policy, period: float) -> tuple[list[float], list[float]]:
+def _targets(problem: OrderProblem, policy: Policy, period: float) -> tuple[list[float], list[float]]:
     """When each partition should run the forward and the input gradient of the first micro-batch."""
     passes = len(policy.hops) // 2
     forwards, grads = [], [0.0] * problem.partitions
@@ -260,7 +251,7 @@ def _targets(problem: SearchProblem, policy: Policy, period: float) -> tuple[lis
 
 
 def _hop(
-    problem: SearchProblem,
+    problem: OrderProblem,
     partition: int,
     following: int,
     hops: Sequence[float],
