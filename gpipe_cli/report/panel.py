@@ -1,8 +1,6 @@
 """The live panel: progress, losses, speed, and a row for each partition.
 
-It fits the terminal at each redraw: a narrow one gets fewer texts, a wide one more, and a low one fewer partitions. The
-cursor rests at the start of the last line: what the terminal echoes there, such as ^C, then wraps no line, which would
-leave a part of the frame behind.
+It fits the terminal at each redraw: a narrow one gets fewer texts, a wide one more, and a low one fewer partitions.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, Self, final
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType, RenderResult
 from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -28,7 +26,7 @@ from rich.text import Text
 from gpipe_cli.report.environment import process_peak_bytes
 from gpipe_cli.report.formatting import format_value, one_line
 from gpipe_cli.report.output import without_control_echo
-from gpipe_cli.report.progress_facts import (
+from gpipe_cli.report.progress import (
     Progress,
     RunSize,
     ShownEvaluation,
@@ -40,10 +38,7 @@ from gpipe_cli.report.progress_facts import (
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_LOSSES = 400
 """The sparkline shows this many of the last losses."""
-REDRAW_SECONDS = 0.2
-"""At least this long between two frames."""
-TICK_SECONDS = 0.5
-"""At most this long: the clock runs during a long step, too."""
+FRAMES_PER_SECOND = 5.0
 OTHER_LINES = 7
 """Lines of the terminal that are not for partitions: the rest of the panel, and some for messages above it."""
 SMOOTHING = 0.8
@@ -52,6 +47,49 @@ NARROW, MEDIUM, WIDE = 40, 70, 110
 """Widths from which on the time left is shown, then sizes and devices, then everything."""
 TRAINING, EVALUATING, BUSY, SPARKS = "cyan", "blue", "green", "cyan"
 """Colors of the terminal's own palette, so that they suit its background."""
+
+
+@final
+class _Screen(Live):
+    """Draws frames in a thread of its own, and prints lines above them.
+
+    The cursor rests at the start of the last line: what the terminal echoes there, such as ^C, then wraps no line,
+    which would leave a part of the frame behind.
+    """
+
+    def __init__(self, panel: ProgressPanel, console: Console) -> None:
+        super().__init__(panel, console=console, refresh_per_second=FRAMES_PER_SECOND, redirect_stdout=False)
+        self._panel = panel
+        self._waiting: deque[str] = deque()
+
+    def print_later(self, line: str) -> None:
+        """Print a line with the next frame: each print draws one, which takes longer than many a layer."""
+        self._waiting.append(one_line(line))
+
+    def refresh(self) -> None:
+        with self._lock:
+            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            if lines:
+                self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+            else:
+                super().refresh()
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Put a new frame below what is printed, in the place of the last one."""
+        cleared = Control(*self._clear_wrapped())
+        return [cleared, *super().process_renderables(renderables), Control(ControlType.CARRIAGE_RETURN)]
+
+    def _clear_wrapped(self) -> Iterable[Any]:
+        """Erase what a terminal that became narrower made of the last frame: it wraps each line into several, while
+        rich goes back and clears only as many lines as it wrote."""
+        width = max(1, self.console.width)
+        extra_rows = [(drawn - 1) // width if drawn else 0 for drawn in self._panel.drawn_widths]
+        if not any(extra_rows):
+            return ()
+        # The cursor is at the start of the last line. Its further rows are below the cursor, the others above it.
+        below = extra_rows.pop()
+        up = ((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
+        return ((ControlType.CURSOR_DOWN, 1),) * below + up * (below + sum(extra_rows))
 
 
 @final
@@ -66,87 +104,76 @@ class ProgressPanel:
         self._busy: list[float] = []
         self._bubble: float | None = None
         self._memory: Sequence[int | None] = ()
-        self._console = console or Console(stderr=True)
-        self._live = Live(self, console=self._console, auto_refresh=False, redirect_stdout=False)
-        self._terminal = ExitStack()
         self._seconds, self._seconds_at = 0.0, time.monotonic()
         """The time that the run had taken, and when that was."""
-        self._due = 0.0
-        self._drawn: list[int] = []  # the widths of the lines of the last frame
-        self._waiting: list[str] = []  # lines of a log
-        # Workers print log lines, and the ticker redraws, while the main thread shows a step.
-        self._lock = threading.RLock()
-        self._closed = threading.Event()
-        self._ticker = threading.Thread(target=self._tick, name="gpipe panel", daemon=True)
+        self._facts = threading.Lock()
+        """Held while they change or are drawn, and never while something is printed."""
+        self._console = console or Console(stderr=True)
+        self._screen = _Screen(self, self._console)
+        self._terminal = ExitStack()
+        self.drawn_widths: list[int] = []
+        """Of the lines of the last frame."""
 
     def __enter__(self) -> Self:
         self._terminal.enter_context(without_control_echo(self._console.file))
-        self._live.start()
-        self._rest_cursor()
-        self._ticker.start()
+        self._screen.start(refresh=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._closed.set()
-        self._ticker.join()
-        with self._terminal, self._lock:
-            if self._waiting:
-                self._print_waiting()
-            self._clear_wrapped()
+        with self._terminal:
+            self._screen.refresh()
             # A run that is stopped or fails leaves one line, under which its last message comes.
-            self._live.transient = kind is not None
-            self._live.stop()
+            self._screen.transient = kind is not None
+            self._screen.stop()
             if kind is not None and self._progress.last is not None:
-                self._print(self._progress.line())
+                self._console.print(self._progress.line(), markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: ShownStep) -> None:
-        with self._lock:
+        with self._facts:
             self._progress.after(step)
             if math.isfinite(step.loss):
                 self._losses.append(step.loss)
             self._evaluated_batches = None
             self._seconds, self._seconds_at = step.seconds, time.monotonic()
-            self._redraw()
 
     def evaluating(self, batches: int) -> None:
-        with self._lock:
-            began = self._evaluated_batches is None
-            self._evaluated_batches = batches
-            if began:
-                self._due = 0.0  # say at once that an evaluation is what takes time now
-            self._redraw()
+        with self._facts:
+            began, self._evaluated_batches = self._evaluated_batches is None, batches
+        if began:
+            self._screen.refresh()  # say at once that an evaluation is what takes time now
 
     def evaluated(self, evaluation: ShownEvaluation) -> None:
-        with self._lock:
+        with self._facts:
             self._evaluation, self._evaluated_batches = evaluation, None
             self._seconds, self._seconds_at = evaluation.seconds, time.monotonic()
-            self.print_status(evaluation.line(self._size))
+        self.print_status(evaluation.line(self._size))
 
     def utilization(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
-        with self._lock:
+        with self._facts:
             before = self._busy or busy
             self._busy = [_smooth(old, new) for old, new in zip(before, busy, strict=True)]
             self._bubble = bubble if self._bubble is None else _smooth(self._bubble, bubble)
             self._memory = memory
-            self._redraw()
 
     def watch_stop(self, requested: Callable[[], bool]) -> None:
         self._stop_requested = requested
 
     def print_status(self, line: str) -> None:
-        with self._lock:
-            self._waiting.append(line)
-            self._print_waiting()
+        self._screen.print_later(line)
+        self._screen.refresh()
 
     def print_log(self, line: str) -> None:
-        with self._lock:
-            self._waiting.append(line)
-            if (
-                time.monotonic() >= self._due
-            ):  # each print draws a frame, which takes longer than many a layer
-                self._print_waiting()
+        self._screen.print_later(line)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        with self._facts:
+            lines = console.render_lines(self._frame(console, options), options, pad=False)
+        self.drawn_widths = [Segment.get_line_length(line) for line in lines]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+
+    def _frame(self, console: Console, options: ConsoleOptions) -> Group:
         width = options.max_width
         shown = max(0, console.size.height - OTHER_LINES)
         rows = self._rows(width)
@@ -154,55 +181,7 @@ class ProgressPanel:
         if hidden > 0:
             rows = [*rows[: shown - 1], (Text(f"... and {hidden + 1} more", style="dim"),)]
         top = (self._progress_bar(width), self._train_loss(width, options.ascii_only), self._eval_loss())
-        frame = Group(*top, self._numbers(width), *_grid(rows))
-        lines = console.render_lines(frame, options, pad=False)
-        self._drawn = [Segment.get_line_length(line) for line in lines]
-        for line in lines:
-            yield from line
-            yield Segment.line()
-
-    def _tick(self) -> None:
-        while not self._closed.wait(TICK_SECONDS):
-            with self._lock:
-                self._redraw()
-
-    def _redraw(self) -> None:
-        if time.monotonic() < self._due:
-            return
-        if self._waiting:
-            self._print_waiting()
-            return
-        self._clear_wrapped()
-        self._live.refresh()
-        self._rest_cursor()
-        self._due = time.monotonic() + REDRAW_SECONDS
-
-    def _print_waiting(self) -> None:
-        """Print the waiting lines above a new frame."""
-        self._clear_wrapped()
-        lines, self._waiting = self._waiting, []
-        self._print(*lines)
-        self._rest_cursor()
-        self._due = time.monotonic() + REDRAW_SECONDS
-
-    def _print(self, *lines: str) -> None:
-        self._console.print("\n".join(map(one_line, lines)), markup=False, highlight=False, soft_wrap=True)
-
-    def _rest_cursor(self) -> None:
-        self._console.control(Control(ControlType.CARRIAGE_RETURN))
-
-    def _clear_wrapped(self) -> None:
-        """Erase what a terminal that became narrower made of the last frame: it wraps each line into several, while
-        rich goes back and clears only as many lines as it wrote."""
-        width = max(1, self._console.width)
-        extra_rows = [(drawn - 1) // width if drawn else 0 for drawn in self._drawn]
-        if any(extra_rows):
-            # The cursor is at the start of the last line. Its further rows are below the cursor, the others above it.
-            below = extra_rows.pop()
-            self._console.control(Control(*[(ControlType.CURSOR_DOWN, 1)] * below))
-            up = ((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
-            self._console.control(Control(*up * (below + sum(extra_rows))))
-        self._drawn = []
+        return Group(*top, self._numbers(width), *_grid(rows))
 
     def _progress_bar(self, width: int) -> Table:
         """The step or, during an evaluation, its mini-batch, with the time that the run has taken and still needs."""
@@ -226,7 +205,7 @@ class ProgressPanel:
         last = self._progress.last
         if last is None or width < NARROW:
             return ""
-        elapsed = self._seconds + (0.0 if self._closed.is_set() else time.monotonic() - self._seconds_at)
+        elapsed = self._seconds + (time.monotonic() - self._seconds_at if self._screen.is_started else 0.0)
         remaining = self._progress.remaining
         left = None if remaining is None else remaining - (elapsed - last.seconds)
         so_far = f"  {format_clock(elapsed)} elapsed" if width >= MEDIUM else ""

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gpipe_cli.report import panel as panel_module
 from gpipe_cli.report.panel import BLOCKS, ProgressPanel, sparkline
-from gpipe_cli.report.progress_facts import RunSize, ShownEvaluation, ShownStep
+from gpipe_cli.report.progress import RunSize, ShownEvaluation, ShownStep
 from tests.support.screen import Screen
 
 ROWS = [
@@ -32,10 +32,10 @@ SIZE = RunSize(steps=8, epochs=2, eval_batches=5, partitions=ROWS)
 
 @pytest.fixture(autouse=True)
 def fixed_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither memory nor clock of this machine, and a frame whenever anything is shown."""
+    """Neither memory nor clock of this machine, and no frames but those that a test asks for."""
     monkeypatch.setattr(panel_module, "process_peak_bytes", lambda: 300 * 2**20)
     monkeypatch.setattr(panel_module.time, "monotonic", lambda: 0.0)
-    monkeypatch.setattr(panel_module, "REDRAW_SECONDS", 0.0)
+    monkeypatch.setattr(panel_module, "FRAMES_PER_SECOND", 1e-6)
 
 
 def drawn(panel: ProgressPanel, width: int, height: int = 24) -> list[str]:
@@ -126,7 +126,13 @@ def live(width: int = 80) -> tuple[ProgressPanel, Console, io.StringIO]:
     return ProgressPanel(SIZE, console), console, file
 
 
-def taken(file: io.StringIO) -> str:
+def taken(panel: ProgressPanel, file: io.StringIO) -> str:
+    """What was written, with the next frame."""
+    panel._screen.refresh()
+    return written(file)
+
+
+def written(file: io.StringIO) -> str:
     text = file.getvalue()
     file.seek(0)
     file.truncate(0)
@@ -139,14 +145,14 @@ def test_an_echoed_control_c_leaves_nothing_behind() -> None:
     screen = Screen(80)
     with pytest.raises(KeyboardInterrupt), panel:
         show_steps(panel, last=3)
-        screen.feed(taken(file))
+        screen.feed(taken(panel, file))
         screen.feed("^C")
         show_steps(panel, last=4)
-        screen.feed(taken(file))
+        screen.feed(taken(panel, file))
         assert len([line for line in screen.lines if "elapsed" in line]) == 1
         assert not any("^C" in line for line in screen.lines)
         raise KeyboardInterrupt
-    screen.feed(taken(file))
+    screen.feed(written(file))
     assert [line for line in screen.lines if line] == [
         "step 4/8 | epoch 1/2 | train loss 1.6786 | lr 0.001 | 120 samples/s | moved 3 Mi",
         "B | elapsed 0:08 | remaining 0:08",
@@ -158,7 +164,7 @@ def test_a_run_that_finishes_leaves_its_last_frame() -> None:
     screen = Screen(80)
     with panel:
         show_steps(panel, last=8)
-    screen.feed(taken(file))
+    screen.feed(written(file))
     assert [line.split()[0] for line in screen.lines if line] == ["epoch", "train", "eval", "120", "0", "1"]
 
 
@@ -169,23 +175,20 @@ def test_a_frame_that_a_narrower_terminal_has_broken_is_cleared_as_a_whole(narro
         show_steps(panel)
         # The terminal breaks the lines anew, and the cursor stays with its character: the first of the last line.
         frame = drawn(panel, 100)
-        taken(file)
+        taken(panel, file)
         console.width = narrower
         screen = Screen(narrower)
         screen.feed("\n".join(line.ljust(100)[: len(line)] for line in frame))
         last_rows = -(-len(frame[-1]) // narrower)
         screen.feed("\r" + "\x1b[A" * (last_rows - 1))
         panel.print_status("narrower")
-        screen.feed(taken(file))
+        screen.feed(written(file))
         lines = [line for line in screen.lines if line]
     assert lines[0] == "narrower" and len([line for line in lines if line.startswith("epoch")]) == 1
     assert len(lines) == 7
 
 
-def test_log_lines_of_workers_appear_above_the_panel_and_none_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(panel_module, "REDRAW_SECONDS", 1.0)  # the clock stands still: no frame is due
+def test_log_lines_of_workers_appear_above_the_panel_and_none_is_lost() -> None:
     panel, _, file = live()
     screen = Screen(80)
     with panel:
@@ -197,7 +200,7 @@ def test_log_lines_of_workers_appear_above_the_panel_and_none_is_lost(
             worker.start()
         for worker in workers:
             worker.join()
-    screen.feed(taken(file))
+    screen.feed(written(file))
     lines = [line for line in screen.lines if line]
     assert sorted(lines[:100]) == sorted(f"{name} {i}" for name in "ab" for i in range(50))
     assert lines[100].startswith("epoch 1/2")

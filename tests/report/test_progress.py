@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import gpipe_cli
-from gpipe_cli.report.progress import ProgressLines
-from gpipe_cli.report.progress_facts import (
+from gpipe_cli.report.progress import (
     Progress,
+    ProgressLines,
     RunSize,
     ShownEvaluation,
     ShownStep,
@@ -25,7 +25,7 @@ from gpipe_cli.report.progress_facts import (
 
 SHOW_PROGRESS = """
 from gpipe_cli.report.progress import progress_display
-from gpipe_cli.report.progress_facts import RunSize, ShownEvaluation, ShownStep
+from gpipe_cli.report.progress import RunSize, ShownEvaluation, ShownStep
 with progress_display(RunSize(steps=4, epochs=2)) as display:
     display.print_status("run directory: a\\x1b[2Jb\\nc")
     for step in range(1, 5):
