@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias, final
 
-from gpipe_cli.sequential.by_tracing.recording import (
+from gpipe_cli.sequential.tracing.recording import (
     Attribute,
     Call,
     NotRecordable,
@@ -22,7 +22,7 @@ from gpipe_cli.sequential.by_tracing.recording import (
     map_tree,
     structure_of,
 )
-from gpipe_cli.sequential.by_tracing.sample import Size
+from gpipe_cli.sequential.tracing.sample import Size
 
 Terms: TypeAlias = tuple[tuple[tuple[Size, ...], int], ...]
 """Products of sizes with their factors; the empty product is 1."""

@@ -15,14 +15,15 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import ModelInput
-from gpipe_cli.sequential.by_tracing.cuts import CutPoint, Dataflow, choose_cuts, cut_points, used_paths
-from gpipe_cli.sequential.by_tracing.graph import build_graph
-from gpipe_cli.sequential.by_tracing.layer import Segment, build_layers, segments_of
-from gpipe_cli.sequential.by_tracing.leaves import Leaves, remedy
-from gpipe_cli.sequential.by_tracing.sample import Sample
-from gpipe_cli.sequential.by_tracing.trace import Trace
-from gpipe_cli.sequential.by_tracing.verify import check_modes, is_right_at, verify
 from gpipe_cli.sequential.sequence import LayerSequence
+from gpipe_cli.sequential.tracing.cuts import CutPoint, Dataflow, choose_cuts, cut_points, used_paths
+from gpipe_cli.sequential.tracing.graph import build_graph
+from gpipe_cli.sequential.tracing.layers import build_layers
+from gpipe_cli.sequential.tracing.leaves import Leaves, remedy
+from gpipe_cli.sequential.tracing.sample import Sample
+from gpipe_cli.sequential.tracing.segments import Segment, segments_of
+from gpipe_cli.sequential.tracing.trace import Trace
+from gpipe_cli.sequential.tracing.verify import check_modes, is_right_at, verify
 from gpipe_cli.torch_internals.deferred_values import without_recording
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe_cli import GPipe
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential import to_sequential
-from gpipe_cli.sequential.by_tracing.cuts import CutPoint, choose_cuts
+from gpipe_cli.sequential.tracing.cuts import CutPoint, choose_cuts
 
 
 def point(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_cli.pytree import Template
-from gpipe_cli.sequential.by_tracing.generalize import ByMode, DtypeOf, Program, SizeExpression
-from gpipe_cli.sequential.by_tracing.recording import (
+from gpipe_cli.sequential.tracing.generalize import ByMode, DtypeOf, Program, SizeExpression
+from gpipe_cli.sequential.tracing.recording import (
     Attribute,
     Call,
     ConstantTensor,
@@ -23,7 +23,7 @@ from gpipe_cli.sequential.by_tracing.recording import (
     leaves_of,
     map_tree,
 )
-from gpipe_cli.sequential.by_tracing.sample import Sample, Size
+from gpipe_cli.sequential.tracing.sample import Sample, Size
 
 _OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.__getitem__: operator.getitem,

@@ -18,7 +18,7 @@ from typing import final
 from torch import fx, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.by_tracing.graph import GraphInfo
+from gpipe_cli.sequential.tracing.graph import GraphInfo
 
 _LONG = 24  # uses of modules: two residual blocks of the larger kind
 _QUARTERS = 4  # in a small model, a segment of more than a quarter of it is long

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.by_tracing.generalize import Program, Setting, check, check_modules, generalize
-from gpipe_cli.sequential.by_tracing.leaves import Leaves, remedy
-from gpipe_cli.sequential.by_tracing.recorder import record
-from gpipe_cli.sequential.by_tracing.recording import NotRecordable, Recording, SourceLine
-from gpipe_cli.sequential.by_tracing.sample import InputCheck, Inputs, Range, Sample, Size, shapes_of
-from gpipe_cli.sequential.by_tracing.substitutes import MetaResults, Substitutes
+from gpipe_cli.sequential.tracing.call_recorder import record
+from gpipe_cli.sequential.tracing.generalize import Program, Setting, check, check_modules, generalize
+from gpipe_cli.sequential.tracing.leaves import Leaves, remedy
+from gpipe_cli.sequential.tracing.recording import NotRecordable, Recording, SourceLine
+from gpipe_cli.sequential.tracing.sample import InputCheck, Inputs, Range, Sample, Size, shapes_of
+from gpipe_cli.sequential.tracing.substitutes import MetaResults, Substitutes
 
 _BATCHES = (2, 3)
 _SHORT = 3

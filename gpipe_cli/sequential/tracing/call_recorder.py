@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten
-from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.recording import (
+from gpipe_cli.sequential.other_generators import generator_states
+from gpipe_cli.sequential.tracing.leaves import Leaves
+from gpipe_cli.sequential.tracing.recording import (
     INPUTS,
     LEAVES_TORCH,
     SIZED_BY_VALUES,
@@ -45,15 +46,14 @@ from gpipe_cli.sequential.by_tracing.recording import (
     reads_values,
     tensors_in,
 )
-from gpipe_cli.sequential.by_tracing.sample import Inputs
-from gpipe_cli.sequential.by_tracing.substitutes import (
+from gpipe_cli.sequential.tracing.sample import Inputs
+from gpipe_cli.sequential.tracing.substitutes import (
     MetaResults,
     Substitutes,
     needs_values,
     with_values,
     without_values,
 )
-from gpipe_cli.sequential.other_generators import generator_states
 from gpipe_cli.sequential.without_storage import meta_like
 from gpipe_cli.torch_internals.modules import intercept_calls, without_function_modes
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten, unflatten
-from gpipe_cli.sequential.by_tracing.graph import DecisionChanged
-from gpipe_cli.sequential.by_tracing.leaves import remedy
-from gpipe_cli.sequential.by_tracing.recording import SourceLine
-from gpipe_cli.sequential.by_tracing.sample import Inputs, Sample, Size, shapes_of
-from gpipe_cli.sequential.by_tracing.substitutes import buffers_restored
-from gpipe_cli.sequential.by_tracing.trace import attributes_restored, caches_disabled, modes_restored
 from gpipe_cli.sequential.sequence import LayerSequence
+from gpipe_cli.sequential.tracing.graph import DecisionChanged
+from gpipe_cli.sequential.tracing.leaves import remedy
+from gpipe_cli.sequential.tracing.recording import SourceLine
+from gpipe_cli.sequential.tracing.sample import Inputs, Sample, Size, shapes_of
+from gpipe_cli.sequential.tracing.substitutes import buffers_restored
+from gpipe_cli.sequential.tracing.trace import attributes_restored, caches_disabled, modes_restored
 
 _BATCH = 3
 

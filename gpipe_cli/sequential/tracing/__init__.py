@@ -1,5 +1,5 @@
 """Any model as a sequence, by recording what it does."""
 
-from gpipe_cli.sequential.by_tracing.convert import to_sequential
+from gpipe_cli.sequential.tracing.convert import to_sequential
 
 __all__ = ["to_sequential"]
