@@ -6,6 +6,10 @@ nothing but import, fork and wait. All user code is imported by the ranks.
 
 The two talk over a socket pair: the server sends the process ids of the ranks, waits until the launcher has opened
 them, then sends each exit code.
+
+This is not the fork server of multiprocessing, and so not torch's elastic agent, which has no other. That one imports
+from the current folder first (Python 3.11), so a random.py in a folder of data would be executed; it tells its parent
+the exit code 255 of every rank when it is killed, and nothing while SIGSTOP holds it.
 """
 
 from __future__ import annotations

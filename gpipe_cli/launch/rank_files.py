@@ -6,6 +6,7 @@ Files instead of sockets: no port is opened, and nobody else can read the folder
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,45 +79,46 @@ class RankFiles:
         return self.folder / f"rank-{rank}.txt"
 
     def write_task(self, task: RankTask) -> None:
-        (self.folder / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
+        self._write("task.json", json.dumps(asdict(task)))
 
     def read_task(self) -> RankTask:
-        return RankTask(**json.loads((self.folder / "task.json").read_text(encoding="utf-8")))
+        text = self._read("task.json")
+        assert text is not None, "a launcher writes it before it starts a rank"
+        return RankTask(**json.loads(text))
 
     def write_exit_report(self, rank: int, report: ExitReport) -> None:
-        path = self._exit_report(rank)
-        temporary = path.with_suffix(".part")
-        temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
-        temporary.rename(path)  # atomic: the launcher may read at any moment
+        self._write(f"rank-{rank}.json", json.dumps(asdict(report)))
 
     def read_exit_report(self, rank: int) -> ExitReport | None:
         """None for a rank that was killed before it could write one."""
-        try:
-            return ExitReport(**json.loads(self._exit_report(rank).read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
+        text = self._read(f"rank-{rank}.json")
+        return None if text is None else ExitReport(**json.loads(text))
 
     def write_run_directory(self, directory: Path) -> None:
         """Record the run directory, so that a restart resumes in it."""
-        (self.folder / "run").write_text(str(directory), encoding="utf-8")
+        self._write("run", str(directory))
 
     def read_run_directory(self) -> Path | None:
-        try:
-            return Path((self.folder / "run").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
+        text = self._read("run")
+        return None if text is None else Path(text)
 
     def write_descriptions(self, descriptions: Sequence[str]) -> None:
         """Record which part of the model each rank holds, for messages."""
-        (self.folder / "descriptions.json").write_text(json.dumps(descriptions), encoding="utf-8")
+        self._write("descriptions.json", json.dumps(descriptions))
 
     def read_descriptions(self) -> list[str]:
         """Empty before the ranks know."""
-        try:
-            content: list[str] = json.loads((self.folder / "descriptions.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return []
-        return content
+        return list(json.loads(self._read("descriptions.json") or "[]"))
 
-    def _exit_report(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.json"
+    def _write(self, name: str, text: str) -> None:
+        # By a name of its own process: all ranks of a launcher record the same run directory.
+        temporary = self.folder / f"{name}.{os.getpid()}"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.rename(self.folder / name)  # atomic: another process may read at any moment
+
+    def _read(self, name: str) -> str | None:
+        """None before anybody has written it."""
+        try:
+            return (self.folder / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None

@@ -37,7 +37,11 @@ def facts_of_ranks(folder: Path, imports: str) -> list[dict[str, Any]]:
     return facts
 
 
-def test_ranks_share_the_imports_but_not_their_random_numbers(tmp_path: Path) -> None:
+def test_ranks_share_the_imports_but_not_their_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('a file of the current folder was executed')")
+    monkeypatch.chdir(tmp_path)
     before = dict(os.environ)
     first, second = facts_of_ranks(tmp_path, "import random, numpy.random")
     assert first["imported_by"] == second["imported_by"] == first["parent"] == second["parent"]
