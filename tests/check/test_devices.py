@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from gpipe_cli.check.devices import (
     check_counters,
     check_devices,
     check_links,
-    judge_counters,
     judge_host_links,
     judge_pairs,
     measure_link,
@@ -25,71 +25,68 @@ FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 DIRECT = Link(FIRST, SECOND, latency_us=9.0, gb_per_second=24.0, peer_access=True)
 HOST = {FIRST: 25.0, SECOND: 25.0}
 UPLOAD = Link(CPU, FIRST, latency_us=12.0, gb_per_second=25.0, pinned=True)
+PAGEABLE = replace(UPLOAD, pinned=False, gb_per_second=2.0)
 
 
-def test_a_cpu_is_described_by_its_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "available_cores", lambda: 2)
-    (row,) = check_devices(Machine.of([torch.device("cpu")]))
-    assert (row.name, row.verdict, row.to_do) == ("device cpu", Verdict.OK, "")
-    assert row.figures["cores"] == 2 and row.figures["threads"] == torch.get_num_threads()
-
-
-def test_a_single_core_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "available_cores", lambda: 1)
-    (row,) = check_devices(Machine.of([torch.device("cpu")]))
-    assert row.verdict is Verdict.NOTE and "second" in row.to_do
-
-
-@pytest.mark.parametrize(("free", "verdict"), [(70, Verdict.OK), (20, Verdict.NOTE)])
-def test_an_accelerator_that_others_use_is_a_note(
-    free: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("cores", "verdict", "to_do"), [(2, Verdict.OK, ""), (1, Verdict.NOTE, "second")])
+def test_a_cpu_is_described_by_its_cores_and_a_single_one_is_a_note(
+    cores: int, verdict: Verdict, to_do: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "device_name", lambda device: "A100")
-    monkeypatch.setattr(devices, "compute_capability", lambda device: "8.0")
-    monkeypatch.setattr(devices, "free_and_total_bytes", lambda device: (free * 2**30, 80 * 2**30))
-    (row,) = check_devices(Machine.of([FIRST]))
-    assert row.verdict is verdict
-    assert row.result == f"A100, compute capability 8.0, {free}.00 GiB of 80.00 GiB free"
-    assert ("leave it out of devices=[...]" in row.to_do) == (verdict is Verdict.NOTE)
-
-
-def test_an_accelerator_without_counters_is_described_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "device_name", lambda device: "M3")
-    monkeypatch.setattr(devices, "compute_capability", lambda device: None)
-    monkeypatch.setattr(devices, "free_and_total_bytes", lambda device: None)
-    (row,) = check_devices(Machine.of([FIRST]))
-    assert (row.verdict, row.result) == (Verdict.OK, "M3, torch cannot count its memory")
-
-
-def test_a_cpu_has_no_memory_counters() -> None:
-    (row,) = check_counters(Machine.of([CPU]))
-    assert row.verdict is Verdict.SKIPPED and row.result.startswith("a CPU has none")
-
-
-def test_an_accelerator_without_memory_counters_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "count_allocation", lambda device: None)
-    (row,) = check_counters(Machine.of([FIRST]))
-    assert (row.verdict, row.result) == (Verdict.SKIPPED, "torch counts no memory on this device")
+    monkeypatch.setattr(devices, "available_cores", lambda: cores)
+    (row,) = check_devices(Machine.of([CPU]))
+    assert (row.name, row.verdict, bool(row.to_do)) == ("device cpu", verdict, bool(to_do))
+    assert to_do in row.to_do
+    assert row.figures["cores"] == cores and row.figures["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.parametrize(
-    ("counts", "verdict"),
+    ("capability", "free", "verdict", "result"),
     [
-        ((SIZE, 0, SIZE), Verdict.OK),
-        ((SIZE + 512, 0, SIZE + 512), Verdict.OK),
-        ((0, 0, 0), Verdict.PROBLEM),
-        ((SIZE, SIZE, SIZE), Verdict.PROBLEM),
-        ((SIZE, 0, 0), Verdict.PROBLEM),
+        ("8.0", 70, Verdict.OK, "A100, compute capability 8.0, 70.00 GiB of 80.00 GiB free"),
+        ("8.0", 20, Verdict.NOTE, "A100, compute capability 8.0, 20.00 GiB of 80.00 GiB free"),
+        (None, None, Verdict.OK, "A100, torch cannot count its memory"),
+    ],
+)
+def test_an_accelerator_is_described_and_one_that_others_use_is_a_note(
+    capability: str | None,
+    free: int | None,
+    verdict: Verdict,
+    result: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = None if free is None else (free * 2**30, 80 * 2**30)
+    monkeypatch.setattr(devices, "device_name", lambda device: "A100")
+    monkeypatch.setattr(devices, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(devices, "free_and_total_bytes", lambda device: sizes)
+    (row,) = check_devices(Machine.of([FIRST]))
+    assert (row.verdict, row.result) == (verdict, result)
+    assert ("leave it out of devices=[...]" in row.to_do) == (verdict is Verdict.NOTE)
+
+
+@pytest.mark.parametrize(
+    ("device", "counts", "verdict", "result"),
+    [
+        (CPU, None, Verdict.SKIPPED, "a CPU has none"),
+        (FIRST, None, Verdict.SKIPPED, "torch counts no memory on this device"),
+        (FIRST, (SIZE, 0, SIZE), Verdict.OK, "a tensor of 64.0"),
+        (FIRST, (SIZE + 512, 0, SIZE + 512), Verdict.OK, "a tensor of 64.0"),
+        (FIRST, (0, 0, 0), Verdict.PROBLEM, "a tensor of 64.0"),
+        (FIRST, (SIZE, SIZE, SIZE), Verdict.PROBLEM, "a tensor of 64.0"),
+        (FIRST, (SIZE, 0, 0), Verdict.PROBLEM, "a tensor of 64.0"),
     ],
 )
 def test_counters_that_do_not_follow_an_allocation_are_a_problem(
-    counts: tuple[int, int, int], verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    counts: tuple[int, int, int] | None,
+    verdict: Verdict,
+    result: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "count_allocation", lambda device: counts)
-    (row,) = check_counters(Machine.of([FIRST]))
-    assert row.verdict is verdict and row.name == "memory counters of cuda:0"
+    (row,) = check_counters(Machine.of([device]))
+    assert row.verdict is verdict and row.result.startswith(result), row
+    assert row.name == ("memory counters" if device == CPU else "memory counters of cuda:0")
     assert ("estimates of gpipe profile" in row.to_do) == (verdict is Verdict.PROBLEM)
-    assert judge_counters(FIRST, *counts) == row
 
 
 @pytest.fixture
@@ -98,17 +95,10 @@ def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_copies")
-def test_a_copy_is_timed_and_compared() -> None:
+def test_a_copy_is_timed_and_one_that_changes_a_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     link = measure_link(CPU, CPU)
     assert link.gb_per_second > 0 and link.latency_us > 0 and link.intact and link.peer_access is None
-
-
-@pytest.mark.usefixtures("small_copies")
-def test_a_copy_that_changes_a_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(work: object, on: object, **options: object) -> float:
-        return 1.0  # the copy never runs
-
-    monkeypatch.setattr(devices, "median_seconds", broken)
+    monkeypatch.setattr(devices, "median_seconds", lambda work, on, **_: 1.0)  # the copy never runs
     (row,) = check_links(Machine.of([CPU]))
     assert row.verdict is Verdict.PROBLEM and "from cpu to cpu arrive changed" in row.to_do
 
@@ -117,53 +107,39 @@ def test_a_copy_that_changes_a_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 def test_workers_on_a_cpu_need_no_copies() -> None:
     (row,) = check_links(Machine.of([CPU, CPU]))
     assert row.verdict is Verdict.OK and "without a copy" in row.result
-    assert row.figures["links"][0].keys() == {
-        "source",
-        "destination",
-        "latency_us",
-        "gb_per_second",
-        "intact",
-        "peer_access",
-        "pinned",
-    }
-
-
-def test_a_fast_link_is_fine() -> None:
-    row = judge_pairs(FIRST, [DIRECT], HOST)
-    assert (row.name, row.verdict, row.to_do) == ("links from cuda:0", Verdict.OK, "")
-    assert row.result == "to cuda:1 24.0 GB/s, 9 us"
-
-
-@pytest.mark.parametrize("slow", [replace(DIRECT, gb_per_second=9.0), replace(DIRECT, peer_access=False)])
-def test_a_link_through_the_host_is_a_note_with_a_cure(slow: Link) -> None:
-    row = judge_pairs(FIRST, [DIRECT, slow], HOST)
-    assert row.verdict is Verdict.NOTE and "through the host" in row.to_do
-    assert ("without peer access" in row.result) == (slow.peer_access is False)
-
-
-def test_a_link_that_changes_bytes_is_a_problem_that_names_it() -> None:
-    row = judge_pairs(FIRST, [DIRECT, replace(DIRECT, intact=False)], HOST)
-    assert row.verdict is Verdict.PROBLEM and "from cuda:0 to cuda:1 arrive changed" in row.to_do
+    assert row.figures["links"][0].keys() == asdict(DIRECT).keys()
 
 
 @pytest.mark.parametrize(
-    ("link", "verdict", "cure"),
+    ("link", "verdict", "to_do"),
     [
-        (UPLOAD, Verdict.OK, ""),
-        (replace(UPLOAD, gb_per_second=0.8), Verdict.NOTE, "PCIe generation and lanes"),
-        (replace(UPLOAD, intact=False), Verdict.PROBLEM, "from cpu to cuda:0 arrive changed"),
+        (DIRECT, Verdict.OK, ""),
+        (replace(DIRECT, gb_per_second=9.0), Verdict.NOTE, "through the host"),
+        (replace(DIRECT, peer_access=False), Verdict.NOTE, "through the host"),
+        (replace(DIRECT, intact=False), Verdict.PROBLEM, "from cuda:0 to cuda:1 arrive changed"),
     ],
 )
-def test_the_links_with_the_host_are_judged(link: Link, verdict: Verdict, cure: str) -> None:
-    pageable = replace(UPLOAD, pinned=False, gb_per_second=2.0)
-    row = judge_host_links(FIRST, [link, pageable])
-    assert row.verdict is verdict and cure in row.to_do and "to it pageable 2.0 GB/s" in row.result
+def test_the_links_between_devices_are_judged_by_the_worst(link: Link, verdict: Verdict, to_do: str) -> None:
+    row = judge_pairs(FIRST, [DIRECT, link], HOST)
+    assert (row.name, row.verdict, bool(row.to_do)) == ("links from cuda:0", verdict, bool(to_do))
+    assert to_do in row.to_do and row.result.startswith("to cuda:1 24.0 GB/s, 9 us; to cuda:1 ")
+    assert ("without peer access" in row.result) == (link.peer_access is False)
 
 
-def test_a_device_that_reads_no_pinned_memory_is_judged_by_pageable_copies() -> None:
-    pageable = replace(UPLOAD, pinned=False)
-    assert judge_host_links(FIRST, [pageable]).verdict is Verdict.OK
-    assert judge_host_links(FIRST, [replace(pageable, gb_per_second=2.0)]).verdict is Verdict.NOTE
+@pytest.mark.parametrize(
+    ("links", "verdict", "to_do"),
+    [
+        ([UPLOAD, PAGEABLE], Verdict.OK, ""),
+        ([replace(UPLOAD, gb_per_second=0.8), PAGEABLE], Verdict.NOTE, "PCIe generation and lanes"),
+        ([replace(UPLOAD, intact=False), PAGEABLE], Verdict.PROBLEM, "from cpu to cuda:0 arrive changed"),
+        # A device that reads no pinned memory is judged by its pageable copies.
+        ([replace(PAGEABLE, gb_per_second=25.0)], Verdict.OK, ""),
+        ([PAGEABLE], Verdict.NOTE, "PCIe generation and lanes"),
+    ],
+)
+def test_the_links_with_the_host_are_judged(links: Sequence[Link], verdict: Verdict, to_do: str) -> None:
+    row = judge_host_links(FIRST, links)
+    assert row.verdict is verdict and to_do in row.to_do and "to it pageable " in row.result
 
 
 @pytest.mark.parametrize(("count", "pairs"), [(1, 0), (2, 2), (4, 12), (8, 56), (9, 18), (16, 32)])

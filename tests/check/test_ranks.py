@@ -19,7 +19,7 @@ from gpipe_cli.check.ranks import (
     judge_races,
     run_in_children,
 )
-from gpipe_cli.check.row import Machine, Verdict
+from gpipe_cli.check.row import Check, Machine, Verdict
 from gpipe_cli.errors import Interrupted, PeerError
 from gpipe_cli.launch.launcher import Attempt
 
@@ -94,14 +94,16 @@ def test_a_system_without_supervision_skips_the_check(check: Any, monkeypatch: p
     assert row.verdict is Verdict.SKIPPED and "on Linux only" in row.result
 
 
-def test_one_accelerator_has_no_second_rank() -> None:
-    (row,) = check_ranks(Machine.of([GPU]))
-    assert (row.verdict, row.result) == (Verdict.SKIPPED, "needs a second accelerator beside cuda:0")
-
-
-def test_the_sanitizer_is_for_cuda_only() -> None:
-    (row,) = check_races(Machine.of([CPU]))
-    assert row.verdict is Verdict.SKIPPED and "in builds for CUDA and ROCm" in row.result
+@pytest.mark.parametrize(
+    ("check", "device", "result"),
+    [
+        (check_ranks, GPU, "needs a second accelerator beside cuda:0"),
+        (check_races, CPU, "torch offers its sanitizer only for GPUs, in builds for CUDA and ROCm"),
+    ],
+)
+def test_what_a_machine_does_not_offer_is_skipped(check: Check, device: torch.device, result: str) -> None:
+    (row,) = check(Machine.of([device]))
+    assert (row.verdict, row.result) == (Verdict.SKIPPED, result)
 
 
 @pytest.mark.parametrize(

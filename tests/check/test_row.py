@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpipe_cli.check.row import ERROR_CURE, MEMORY_CURE, Machine, Row, Verdict, run_check, worst
+from gpipe_cli.check.row import ERROR_CURE, MEMORY_CURE, Check, Machine, Row, Verdict, run_check, worst
 
 MACHINE = Machine.of([torch.device("cpu")])
 
@@ -32,22 +32,20 @@ def test_memory_that_runs_out_is_a_row_with_its_own_cure() -> None:
     assert "out of memory" in row.result and "64.00 MiB" in row.result and MEMORY_CURE not in row.result
 
 
-def test_the_traceback_of_an_error_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
-    def check(machine: Machine) -> Iterator[Row]:
-        raise ZeroDivisionError("here")
-        yield
+def test_the_traceback_of_an_error_is_shown_on_request_and_ctrl_c_is_no_result(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails_with(error: BaseException) -> Check:
+        def check(machine: Machine) -> Iterator[Row]:
+            raise error
+            yield
 
-    assert len(list(run_check("bits", check, MACHINE, debug=True))) == 1
+        return check
+
+    assert len(list(run_check("bits", fails_with(ZeroDivisionError("here")), MACHINE, debug=True))) == 1
     assert "Traceback" in capsys.readouterr().err
-
-
-def test_ctrl_c_ends_a_check() -> None:
-    def check(machine: Machine) -> Iterator[Row]:
-        raise KeyboardInterrupt
-        yield
-
     with pytest.raises(KeyboardInterrupt):
-        list(run_check("bits", check, MACHINE))
+        list(run_check("bits", fails_with(KeyboardInterrupt()), MACHINE))
 
 
 def test_a_problem_outweighs_everything_else() -> None:

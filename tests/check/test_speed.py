@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpipe_cli.check import speed
-from gpipe_cli.check.row import Machine, Verdict
+from gpipe_cli.check.row import Check, Machine, Verdict
 from gpipe_cli.check.speed import (
     IDEAL,
     check_overlap,
@@ -25,19 +25,14 @@ def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "WIDTHS", (8,))
 
 
-def test_two_threads_of_a_cpu_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("check", "figure"), [(check_overlap, "one_thread_ms"), (check_speed, "speed_up")])
+def test_two_threads_and_two_partitions_of_a_cpu_are_timed(
+    check: Check, figure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(speed, "available_cores", lambda: 2)
     threads = torch.get_num_threads()
-    (row,) = check_overlap(ON_CPU)
-    assert row.name == "overlap on cpu" and row.figures["one_thread_ms"] > 0
-    assert torch.get_num_threads() == threads
-
-
-def test_two_partitions_on_a_cpu_are_timed_against_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed, "available_cores", lambda: 2)
-    threads = torch.get_num_threads()
-    (row,) = check_speed(ON_CPU)
-    assert row.figures["speed_up"] > 0 and row.figures["ideal"] == pytest.approx(16 / 9)
+    (row,) = check(ON_CPU)
+    assert row.figures[figure] > 0 and row.figures.get("ideal", 16 / 9) == pytest.approx(16 / 9)
     assert torch.get_num_threads() == threads
 
 

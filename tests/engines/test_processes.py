@@ -35,14 +35,19 @@ RESUMED = Case("tied", "1f1b", rows=(4, 4, 3), resumed=1, optimizer=f"AdamW{AVER
 SPLIT_AND_RECOMPUTED = Case("odd_borders", "zero_bubble", "always")
 FAILING = Case("failing")
 HALVES = Case("perceptron", "1f1b", replicas=2, rows=(8, 8), chunks=2, optimizer=f"AdamW{AVERAGED}")
+SPLIT = Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3), chunks=2, optimizer=MOMENTUM)
+MERGED = Case("frozen_norms", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer=MOMENTUM, deferred=True)
 MESHES = [
+    SPLIT,
+    MERGED,
     Case("odd_borders", THERE_AND_BACK, replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
-    Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
     Case("tied_without_dropout", "gpipe", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
     Case("normed", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD", deferred=True),
     Case("keyword_arguments", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
-    Case("frozen_norms", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD", deferred=True),
 ]
+OVERFLOWING = Case(
+    "large_inputs", "1f1b", replicas=2, rows=(8,) * 9, chunks=2, precision="fp16", optimizer=MOMENTUM
+)
 
 SHARDED = {
     3: [
@@ -50,13 +55,11 @@ SHARDED = {
         Case("long_skips", "1f1b", replicas=3, rows=(6, 4), chunks=2, optimizer=f"AdamW{AVERAGED}"),
     ],
     4: [
-        Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3), chunks=2, optimizer=MOMENTUM),
-        Case("perceptron", "1f1b", replicas=2, rows=(8, 8), chunks=2, optimizer=f"AdamW{AVERAGED}"),
-        Case("frozen_norms", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer=MOMENTUM, deferred=True),
+        SPLIT,
+        HALVES,
+        MERGED,
         Case("frozen_start", "gpipe", replicas=2, rows=(8, 3), chunks=2, clip=None),
-        Case(
-            "large_inputs", "1f1b", replicas=2, rows=(8,) * 9, chunks=2, precision="fp16", optimizer=MOMENTUM
-        ),
+        OVERFLOWING,
         Case("tied", "interleaved", replicas=2, rows=(8, 8, 3), resumed=1, optimizer=f"AdamW{AVERAGED}"),
     ],
 }
@@ -128,13 +131,7 @@ def sharded(case: Case) -> Case:
 BY_RANKS = {
     2: [*EQUAL[2], SPOILT, FAILING],
     3: [*EQUAL[3], *SHARDED[3], *map(sharded, SHARDED[3])],
-    4: [
-        *EQUAL[4],
-        HALVES,
-        *MESHES,
-        *(case for case in SHARDED[4] if case != HALVES),
-        *map(sharded, SHARDED[4]),
-    ],
+    4: [*EQUAL[4], *dict.fromkeys([*MESHES, *SHARDED[4]]), *map(sharded, SHARDED[4])],
 }
 """The failing case comes last, because the ranks cannot continue after it."""
 LONG = {
