@@ -28,7 +28,7 @@ from gpipe_cli.plan.step_time import simulated_step
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.spec import PipelineSpec
-from gpipe_cli.sequential.without_storage import without_storage
+from gpipe_cli.torch_internals.deferred_values import without_values
 
 TPU = own_device({"flops": 61.5e12, "memory": 16 * 2**30, "bandwidth": 450e9, "link": 70e9})
 TOKENS, VOCABULARY = 1024, 32_000
@@ -79,7 +79,7 @@ LINES = (
 @cache
 def _facts(model: str) -> ModelStats:
     """Of a micro-batch of one row, or of two where batch norm needs them."""
-    with without_storage():
+    with without_values():
         layers, sample = MODELS[model]()
     return model_stats(layers, sample)
 

@@ -27,7 +27,7 @@ from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.spec import PipelineSpec
-from gpipe_cli.sequential.without_storage import without_storage
+from gpipe_cli.torch_internals.deferred_values import without_values
 
 ROWS = Path(__file__).parent / "data" / "a100_gpt_iterations.csv"
 VOCABULARY = 50_257
@@ -130,7 +130,7 @@ def _costs(row: Row, reached: Efficiency) -> LayerCosts:
 
 @cache
 def gpt_facts(hidden: int, layers: int, heads: int, sequence: int, rows: int) -> ModelStats:
-    with without_storage():
+    with without_values():
         model = megatron_gpt.build(hidden, layers, heads, sequence, VOCABULARY)
     tokens = torch.zeros(rows, sequence, dtype=torch.long)
     return model_stats(model, Sample(tokens, tokens, megatron_gpt.loss))

@@ -24,7 +24,7 @@ from gpipe_cli.profiling.memory import partition_memory
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.spec import PipelineSpec
-from gpipe_cli.sequential.without_storage import without_storage
+from gpipe_cli.torch_internals.deferred_values import without_values
 
 GIB = 2**30
 
@@ -126,7 +126,7 @@ def comparisons() -> Iterator[Comparison]:
 
 
 def _estimate(model: Model, line: Published) -> list[float]:
-    with without_storage():
+    with without_values():
         layers = model.build(**line.settings)
     modules = model.modules(line.settings)
     rows, checkpoint = (1, "always") if line.balance else (model.rows, "never")

@@ -27,7 +27,7 @@ from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.sequential.without_storage import without_storage
+from gpipe_cli.torch_internals.deferred_values import without_values
 
 ROWS = 2
 """Of the micro-batch that is counted."""
@@ -172,7 +172,7 @@ def show(console: Console) -> None:
 
 def _samples_per_second(model: Model, lines: Sequence[Line]) -> list[float]:
     """Of each line, over an epoch."""
-    with without_storage():
+    with without_values():
         layers = model.build(**model_settings(model.recipe))
     target = torch.zeros(ROWS, dtype=torch.long)
     facts = model_stats(layers, Sample(torch.zeros(ROWS, 3, model.side, model.side), target, model.loss))

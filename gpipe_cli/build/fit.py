@@ -16,7 +16,7 @@ from gpipe_cli.build.layer_check import (
     LayerMisfit,
     check_first_layer,
     layer_that_rejects_one_row,
-    output_without_storage,
+    meta_output,
     run_copy,
 )
 from gpipe_cli.build.loader import BatchLoader
@@ -33,7 +33,7 @@ from gpipe_cli.profiling.records import has_values
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.runs.snapshots.manager import monitor_error
 from gpipe_cli.sequential import original_output
-from gpipe_cli.sequential.without_storage import meta_like
+from gpipe_cli.sequential.deferred import meta_like
 
 _TOLERANCE = 1e-3
 """Of the sum of probabilities."""
@@ -125,7 +125,7 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
     try:
         if has_tokens or is_ours:
             check_first_layer(model, input)
-        return original_output(model, output_without_storage(model, input))
+        return original_output(model, meta_output(model, input))
     except LayerMisfit as misfit:
         if _accepts(model, map_tensors(Tensor.float if has_tokens else _tokens, input)):
             takes, has = ("numbers", "tokens") if has_tokens else ("tokens", "numbers")
@@ -149,7 +149,7 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
 
 def _accepts(model: nn.Sequential, input: ModelInput) -> bool:
     try:
-        output_without_storage(model, input)
+        meta_output(model, input)
     except LayerMisfit:
         return False
     return True

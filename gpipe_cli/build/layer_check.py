@@ -17,8 +17,8 @@ from gpipe_cli.pipeline.context import MicroBatch, Running
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
+from gpipe_cli.sequential.deferred import meta_clone, meta_like
 from gpipe_cli.sequential.equal_layers import layer_key
-from gpipe_cli.sequential.without_storage import meta_clone, meta_like
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
 
@@ -37,7 +37,7 @@ def check_input(sequence: nn.Sequential, sample: ModelInput) -> None:
     first = sequence[:1]
     assert isinstance(first, nn.Sequential), "a slice of a sequence is one"
     try:
-        output_without_storage(first, sample)
+        meta_output(first, sample)
     except LayerMisfit as misfit:
         if isinstance(misfit.__cause__, TypeError | AttributeError):
             raise ConfigError(
@@ -51,7 +51,7 @@ def check_outputs(sequence: nn.Sequential, sample: ModelInput) -> None:
     A layer that raises is ignored: if its code is wrong, the first step reports it.
     """
     try:
-        output_without_storage(sequence, sample)
+        meta_output(sequence, sample)
     except LayerMisfit:
         return
 
@@ -59,7 +59,7 @@ def check_outputs(sequence: nn.Sequential, sample: ModelInput) -> None:
 def check_fit(sequence: nn.Sequential, sample: ModelInput, cure: str) -> None:
     """Raise ConfigError if a layer does not accept its predecessor's output, or returns what cannot pass on."""
     try:
-        output_without_storage(sequence, sample)
+        meta_output(sequence, sample)
     except LayerMisfit as misfit:
         if any(tensor.is_meta for tensor in (*tensors_of(sample), *sequence.parameters())):
             raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
@@ -94,7 +94,7 @@ def layer_that_rejects_one_row(sequence: nn.Sequential, sample: ModelInput) -> s
     """
     one_row: ModelInput = map_tensors(lambda tensor: tensor[:1], sample)
     has_values = not any(tensor.is_meta for tensor in (*tensors_of(sample), *sequence.parameters()))
-    for run in (output_without_storage, run_copy)[: 1 + has_values]:
+    for run in (meta_output, run_copy)[: 1 + has_values]:
         misfit = _misfit(run, sequence, one_row)
         if misfit is None:
             return None
@@ -114,7 +114,7 @@ def _misfit(
     return None
 
 
-def output_without_storage(sequence: nn.Sequential, sample: ModelInput) -> Any:
+def meta_output(sequence: nn.Sequential, sample: ModelInput) -> Any:
     """The output of the last layer on the meta device; LayerMisfit if a layer raises.
 
     Of equal layers with equal inputs only the first one runs.

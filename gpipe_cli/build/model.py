@@ -31,15 +31,19 @@ from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.snapshots.base_weights import BaseWeights, base_weights
 from gpipe_cli.sequential import LayerSequence, flatten_model
-from gpipe_cli.sequential.selection import FrozenParameters, freeze, tracks_statistics
-from gpipe_cli.sequential.without_storage import (
-    UnloadedParameter,
-    drop_storage,
+from gpipe_cli.sequential.deferred import (
+    DeferredParameter,
     load_parameters,
-    without_storage,
+    move_to_meta,
 )
+from gpipe_cli.sequential.selection import FrozenParameters, freeze, tracks_statistics
 from gpipe_cli.tensor_files.weights_file import read_weights
-from gpipe_cli.torch_internals.deferred_values import DeferredValues, NotDeferrable, tensors_in_attributes
+from gpipe_cli.torch_internals.deferred_values import (
+    DeferredValues,
+    NotDeferrable,
+    tensors_in_attributes,
+    without_values,
+)
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
 SEQUENCE_KEYS = ("layers", "leaves")
@@ -163,17 +167,17 @@ def build_deferred(
     return model, values
 
 
-def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:
+def build_on_meta(make: Callable[[], nn.Sequential]) -> nn.Sequential:
     """Build a model on the meta device; allocate it first only if its constructor computes with values."""
     try:
-        with without_storage(), warnings.catch_warnings():
+        with without_values(), warnings.catch_warnings():
             # A file of weights is read to check that it fits, but a meta tensor cannot hold its values.
             warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
             model = make()
     except RuntimeError as error:  # includes its child NotImplementedError
         print_status(f"building the model with storage, because its constructor needs values: {error}")
         model = make()
-    drop_storage(model)
+    move_to_meta(model)
     return model
 
 
@@ -279,7 +283,7 @@ def load_initial_weights(
     path = keys.get(FILE)
     if path is None:
         return None
-    if any(isinstance(parameter, UnloadedParameter) for parameter in model.parameters()):
+    if any(isinstance(parameter, DeferredParameter) for parameter in model.parameters()):
         raise ConfigError(
             f"model.{FILE}={path}: this model reads its weights from the files in model.path; leave model.{FILE} out, "
             "or start from it alone with model.init=random"
@@ -307,7 +311,7 @@ def _outline(build: Callable[[int], nn.Module], classes: int) -> Mapping[str, to
     """The tensors of a model for so many classes, without their values."""
     try:
         # Small tensors are drawn even there, which must not change what else is drawn from the seed.
-        with torch.random.fork_rng(devices=[]), without_storage():
+        with torch.random.fork_rng(devices=[]), without_values():
             return build(classes).state_dict()
     except (ConfigError, RuntimeError, ValueError, TypeError):  # the model accepts no other number of classes
         return {}

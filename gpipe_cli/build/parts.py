@@ -25,7 +25,7 @@ from gpipe_cli.build.components import (
 )
 from gpipe_cli.build.fit import LEAST_ROWS, check_task, with_least_rows
 from gpipe_cli.build.loader import BatchLoader, make_loader
-from gpipe_cli.build.model import ConfiguredModel, build_deferred, build_without_storage, make_model
+from gpipe_cli.build.model import ConfiguredModel, build_deferred, build_on_meta, make_model
 from gpipe_cli.build.optimizer import optimizer_factory, parameter_groups
 from gpipe_cli.build.step import (
     autocast_of,
@@ -176,7 +176,7 @@ def build_parts(
     elif storage and deferred:
         model, values = build_deferred(make)
     else:
-        model = make() if storage and not if_it_fits else build_without_storage(make)
+        model = make() if storage and not if_it_fits else build_on_meta(make)
         is_measured = measured_repeats(_trained_micro_batches(settings, loader)) >= LEAST_REPEATS
         if if_it_fits and is_measured and _fits_in_memory(model):
             model = make()

@@ -16,7 +16,7 @@ from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.build.components import check_components
 from gpipe_cli.build.fit import with_least_rows
 from gpipe_cli.build.loader import make_loader
-from gpipe_cli.build.model import build_without_storage, make_model
+from gpipe_cli.build.model import build_on_meta, make_model
 from gpipe_cli.build.step import make_loss
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import PlanConfig
@@ -71,7 +71,7 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
         made.print_notes()
         model = made.sequence
     else:
-        model = build_without_storage(lambda: make_model(settings, loader, load=False).sequence)
+        model = build_on_meta(lambda: make_model(settings, loader, load=False).sequence)
     loader = with_least_rows(settings, loader, model)
     for note in loader.notes:
         print_status(note)

@@ -29,7 +29,7 @@ from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pytree import Template, flatten, unflatten
-from gpipe_cli.sequential.without_storage import clone_with
+from gpipe_cli.sequential.deferred import clone_with
 from gpipe_cli.skip.tracker import SkipName, use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
 from gpipe_cli.torch_internals.tensors import storage_of

@@ -40,7 +40,7 @@ from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.action import Checkpoint
-from gpipe_cli.sequential.without_storage import load_parameters, meta_like
+from gpipe_cli.sequential.deferred import load_parameters, meta_like
 
 _MAX_CACHED_SCHEDULES = 8
 """Each holds receive buffers for all its micro-batches. Training and evaluation with short last batches need six."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential import LayerSequence
-from gpipe_cli.sequential.without_storage import meta_clone
+from gpipe_cli.sequential.deferred import meta_clone
 from gpipe_cli.tensor_files.weights_file import StateDicts
 
 _MAX_NAMES = 5  # in a message; a wrong file differs in hundreds of names

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.offload.stored_tensors import StoredTensors
 from gpipe_cli.offload.tiers import Tier
-from gpipe_cli.sequential.without_storage import UnloadedParameter
+from gpipe_cli.sequential.deferred import DeferredParameter
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, replace_value
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,7 +45,7 @@ def store_on_tier(tier: Tier, model: Model, values: DeferredValues) -> StoredMod
     values.fill(model.buffers())
     all_stored = []
     for parameter in model.parameters():
-        if isinstance(parameter, UnloadedParameter):
+        if isinstance(parameter, DeferredParameter):
             continue  # it is in a file already
         value = values.value_of(parameter.data)
         stored = StoredTensors(tier, [value])

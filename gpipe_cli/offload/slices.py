@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gpipe_cli.offload.stored_tensors import StoredTensors, placeholder
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.pipeline.tied import TiedParameters
-from gpipe_cli.sequential.without_storage import UnloadedParameter
+from gpipe_cli.sequential.deferred import DeferredParameter
 from gpipe_cli.torch_internals.tensors import exchanges_memory, storage_of
 
 
@@ -189,7 +189,7 @@ def put_parameters_on(
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, before in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if exchanges_memory(device) and not isinstance(before, UnloadedParameter):
+            if exchanges_memory(device) and not isinstance(before, DeferredParameter):
                 continue
             if before not in replaced:
                 data = placeholder(before.dtype, before.shape, home)
@@ -207,7 +207,7 @@ def put_parameters_on(
 
 
 def _reader(parameter: nn.Parameter, value_of: Callable[[Tensor], Tensor] | None) -> Callable[[], Tensor]:
-    if isinstance(parameter, UnloadedParameter):
+    if isinstance(parameter, DeferredParameter):
         return parameter.read
     data = parameter.data
     return lambda: data if value_of is None else value_of(data)

@@ -14,7 +14,7 @@ from gpipe_cli.accelerator.device_errors import note_device
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.pipeline.partition import Partition
-from gpipe_cli.sequential.without_storage import load_parameters
+from gpipe_cli.sequential.deferred import load_parameters
 from gpipe_cli.skip.skippable import SkipRoute, skip_layout
 from gpipe_cli.torch_internals.autograd import has_hooks
 

@@ -33,7 +33,7 @@ from gpipe_cli.runs.snapshots.manifest import (
     snapshot_paths,
 )
 from gpipe_cli.runs.snapshots.record import BestEvaluation, TrainingRecord
-from gpipe_cli.sequential.without_storage import placeholder, read_from
+from gpipe_cli.sequential.deferred import placeholder, read_from
 from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 from gpipe_cli.tensor_files.weights_file import read_weights
 

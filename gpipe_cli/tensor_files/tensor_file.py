@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.safe_files import open_regular, parse_json
-from gpipe_cli.sequential.without_storage import placeholder
+from gpipe_cli.sequential.deferred import placeholder
 from gpipe_cli.torch_internals.tensors import storage_of
 
 DTYPES = {

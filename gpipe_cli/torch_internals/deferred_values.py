@@ -1,17 +1,20 @@
-"""Large tensors that have no memory until someone asks for their values, and the tape that computes them.
+"""Large tensors without memory: until someone asks for their values, which a tape computes, or for good.
 
-Inside `DeferredValues.recording`, a dispatch mode, code runs unchanged, with the same values and random numbers. A
+Within `DeferredValues.recording`, a dispatch mode, code runs unchanged, with the same values and random numbers. A
 large tensor that it makes is on the meta device, and a tape records how to compute it: operations, and the states of
 the generators that they draw from. Random operations also run at once, on memory that is freed soon after, so that the
-generators advance as they would. Any one of the tensors can be computed later, and only that one. Uses
-`torch.utils._python_dispatch`, `torch.utils._pytree` and parts of `torch._C`, which torch keeps private.
+generators advance as they would. Any one of the tensors can be computed later, and only that one. Within
+`without_values` nothing of large tensors is drawn, computed or recorded, which takes no time.
+
+Uses `torch.utils._python_dispatch`, `torch.utils._pytree` and parts of `torch._C`, which torch keeps private.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, final
@@ -223,12 +226,20 @@ _paused: ContextVar[bool] = ContextVar("paused", default=False)
 
 @contextmanager
 def without_recording() -> Iterator[None]:
-    """Inside, tensors are what they are, also within `DeferredValues.recording`: for code that makes none to keep."""
+    """Inside, tensors are what they are, also within the modes of this file: for code that makes none to keep."""
     token = _paused.set(True)
     try:
         yield
     finally:
         _paused.reset(token)
+
+
+def without_values() -> AbstractContextManager[object]:
+    """Inside, large tensors are on the meta device, whatever device they are made for.
+
+    Small tensors do get memory: constructors compute with them (widths, dropout ratios), which needs values.
+    """
+    return _WithoutValues()  # type: ignore[no-untyped-call]
 
 
 @final
@@ -460,6 +471,37 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             return self._values.run(func, args, dict(kwargs or {}))
+
+
+@final
+class _WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch would import its compiler
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if _paused.get():
+            return func(*args, **named)
+        if func.overloadpacket in FILLS and args[0].is_meta:
+            return args[0]  # torch would import its compiler to fill it
+        if _makes_from_numbers(func):
+            # A generator belongs to a device, and nothing is drawn on the meta device.
+            here = dict.fromkeys(named.keys() & {"generator", "pin_memory"})
+            tensor: Tensor = func(*args, **{**named, **here, "device": _META})
+            if tensor.numel() > SMALL:
+                return tensor
+        return func(*args, **named)
+
+
+@functools.cache
+def _makes_from_numbers(func: Any) -> bool:
+    arguments = func._schema.arguments
+    return any(argument.name == "device" for argument in arguments) and not any(
+        "Tensor" in str(argument.type) for argument in arguments
+    )
 
 
 @final

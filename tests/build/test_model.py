@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.build.model import as_sequence, build_without_storage, check_own_keys
+from gpipe_cli.build.model import as_sequence, build_on_meta, check_own_keys
 from gpipe_cli.errors import ConfigError
 from tests.support.command_line import Gpipe, UserModule
 
@@ -96,13 +96,13 @@ def test_a_sequence_stays_as_it_is_without_keys_about_its_layers() -> None:
     assert len(as_sequence(model, {"leaves": ["0"]}, sample)) == 2
 
 
-def test_a_model_built_without_storage_keeps_its_ties() -> None:
+def test_a_model_built_on_meta_keeps_its_ties() -> None:
     def make() -> nn.Sequential:
         first, second = nn.Linear(400, 400), nn.Linear(400, 400)
         second.weight = first.weight
         return nn.Sequential(first, nn.BatchNorm1d(400), second)
 
-    model = build_without_storage(make)
+    model = build_on_meta(make)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert model[0].weight is model[2].weight
 
@@ -112,12 +112,12 @@ def test_a_constructor_that_needs_values_gets_them_with_a_message(capsys: pytest
         width = 1 + int(torch.ones(1 << 17).mean().item())
         return nn.Sequential(nn.Linear(width, 3))
 
-    model = build_without_storage(make)
+    model = build_on_meta(make)
     assert model[0].weight.shape == (3, 2) and model[0].weight.is_meta
     assert "with storage, because its constructor needs values" in capsys.readouterr().err
 
 
-def test_a_model_without_storage_ignores_weights_without_a_warning() -> None:
+def test_a_model_without_values_ignores_weights_without_a_warning() -> None:
     state = nn.Linear(400, 400).state_dict()
 
     def make() -> nn.Sequential:
@@ -125,4 +125,4 @@ def test_a_model_without_storage_ignores_weights_without_a_warning() -> None:
         layer.load_state_dict(state)
         return nn.Sequential(layer)
 
-    assert build_without_storage(make)[0].weight.is_meta
+    assert build_on_meta(make)[0].weight.is_meta

@@ -16,7 +16,7 @@ from gpipe_cli.profiling.records import Sample
 from gpipe_cli.torch_internals.deferred_values import DeferredValues
 from tests.distributed.cases import CPU, Case, run
 from tests.distributed.tasks import make
-from tests.sequential.test_unloaded import unload
+from tests.sequential.test_deferred import unload
 
 CASE = Case("tied", rows=(10, 3))
 

@@ -14,8 +14,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.models import resnet
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.sequential import to_sequential
+from gpipe_cli.sequential.deferred import meta_clone
 from gpipe_cli.sequential.selection import freeze, keep_in_eval_mode, stays_in_eval_mode
-from gpipe_cli.sequential.without_storage import meta_clone
 
 
 def norms_in_train_mode(model: nn.Module) -> list[str]:

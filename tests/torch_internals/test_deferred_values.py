@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from gpipe_cli.torch_internals import deferred_values
-from gpipe_cli.torch_internals.deferred_values import DeferredValues, NotDeferrable, tensors_in_attributes
+from gpipe_cli.torch_internals.deferred_values import (
+    DeferredValues,
+    NotDeferrable,
+    tensors_in_attributes,
+    without_values,
+)
 
 SEED = 3
 
@@ -192,3 +197,24 @@ def test_tensors_that_are_meant_to_be_on_meta_stay_there() -> None:
 
     (first, second, large), values = recorded(build)
     assert [values.includes(tensor) for tensor in (first, second, large)] == [False, False, True]
+
+
+def test_what_is_large_has_no_storage_and_what_is_small_has_values() -> None:
+    with without_values():
+        layer = nn.Linear(1000, deferred_values.SMALL)
+        widths = torch.linspace(0, 1, 5).tolist()
+        large = [torch.randn(1000, 1000), torch.full((1 << 17,), 2.0), torch.rand(1 << 17, device="cpu")]
+        drawn = torch.randn(1 << 17, generator=torch.Generator())
+    assert layer.weight.is_meta and not layer.bias.is_meta
+    assert widths == [0, 0.25, 0.5, 0.75, 1]
+    assert all(tensor.is_meta for tensor in (*large, drawn))
+    assert not torch.zeros(1 << 17).is_meta
+
+
+def test_what_has_no_storage_is_not_filled_and_what_has_is() -> None:
+    with without_values():
+        large, small = torch.empty(1 << 17), torch.empty(8)
+        for tensor in (large, small):
+            assert nn.init.kaiming_normal_(tensor.view(2, -1)).shape == (2, tensor.numel() // 2)
+            assert nn.init.trunc_normal_(tensor) is tensor and tensor.fill_(3.0) is tensor
+    assert large.is_meta and torch.equal(small, torch.full((8,), 3.0))

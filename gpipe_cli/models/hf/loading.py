@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gpipe_cli.errors import RunError
 from gpipe_cli.huggingface import read_json
 from gpipe_cli.models.weights import head_refusal, listed, shape_text
-from gpipe_cli.sequential.without_storage import UnloadedParameter
+from gpipe_cli.sequential.deferred import DeferredParameter
 from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 
 
@@ -259,13 +259,13 @@ class Loading:
 
     def _replace_deferred(self, model: nn.Module) -> None:
         """Read the buffers, which layers may use at any time, and leave the parameters in the files."""
-        unloaded: dict[DeferredTensor, UnloadedParameter] = {}
+        unloaded: dict[DeferredTensor, DeferredParameter] = {}
         for part in model.modules():
             for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
                 if isinstance(parameter, DeferredTensor):
                     if parameter not in unloaded:
                         files = {self.tensors[source].file for source in parameter.sources}
-                        unloaded[parameter] = UnloadedParameter.like(parameter, parameter.compute, files)
+                        unloaded[parameter] = DeferredParameter.like(parameter, parameter.compute, files)
                     setattr(part, name, unloaded[parameter])
             for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
                 if isinstance(buffer, DeferredTensor):

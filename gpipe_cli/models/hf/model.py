@@ -18,7 +18,7 @@ from gpipe_cli.huggingface import load_config, read_json, transformers
 from gpipe_cli.models.hf.loading import Loading, is_in_head, stored_tensors
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
 from gpipe_cli.models.weights import shape_text
-from gpipe_cli.sequential.without_storage import UnloadedParameter
+from gpipe_cli.sequential.deferred import DeferredParameter
 from gpipe_cli.values import check_whole_number
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -113,7 +113,7 @@ def _trained_whole(model: nn.Module, task: str, init: str) -> list[str]:
         name
         for name, parameter in model.named_parameters()
         if (task in CLASSIFICATION and is_in_head(model, name))
-        or (init == "weights" and not isinstance(parameter, UnloadedParameter))
+        or (init == "weights" and not isinstance(parameter, DeferredParameter))
     ]
 
 

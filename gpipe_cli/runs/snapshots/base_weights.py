@@ -14,7 +14,7 @@ from gpipe_cli.errors import RunError
 from gpipe_cli.huggingface import CONFIG
 from gpipe_cli.runs.snapshots.manifest import VerifiedSnapshot
 from gpipe_cli.runs.snapshots.record import BaseFiles, digest_files
-from gpipe_cli.sequential.without_storage import UnloadedParameter
+from gpipe_cli.sequential.deferred import DeferredParameter
 
 
 @final
@@ -41,7 +41,7 @@ def base_weights(settings: ModelConfig, model: nn.Module) -> BaseWeights | None:
     frozen = {
         name: parameter
         for name, parameter in model.state_dict(keep_vars=True).items()
-        if isinstance(parameter, UnloadedParameter) and not parameter.requires_grad
+        if isinstance(parameter, DeferredParameter) and not parameter.requires_grad
     }
     if not frozen or "path" not in settings.model:
         return None

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten
+from gpipe_cli.sequential.deferred import meta_like
 from gpipe_cli.sequential.other_generators import generator_states
 from gpipe_cli.sequential.tracing.leaves import Leaves
 from gpipe_cli.sequential.tracing.recording import (
@@ -54,7 +55,6 @@ from gpipe_cli.sequential.tracing.substitutes import (
     with_values,
     without_values,
 )
-from gpipe_cli.sequential.without_storage import meta_like
 from gpipe_cli.torch_internals.modules import intercept_calls, without_function_modes
 
 _META = torch.device("meta")

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias, final
 from torch import Tensor, fx, nn
 
 from gpipe_cli.pytree import SINGLE
+from gpipe_cli.sequential.deferred import copy_module
 from gpipe_cli.sequential.sequence import named_tensors
 from gpipe_cli.sequential.tracing.cuts import attribute_paths
 from gpipe_cli.sequential.tracing.leaves import Leaves
 from gpipe_cli.sequential.tracing.sample import InputCheck
 from gpipe_cli.sequential.tracing.segments import Segment, segment_graph
-from gpipe_cli.sequential.without_storage import copy_module
 from gpipe_cli.skip.tracker import Namespace, SkipName, load_skip, save_skip
 from gpipe_cli.torch_internals.modules import adopt_version
 

@@ -16,7 +16,7 @@ from gpipe_cli.models.hf.model import build
 from gpipe_cli.runs.snapshots.manifest import snapshot_path
 from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
 from gpipe_cli.runs.snapshots.writing import write_snapshot
-from gpipe_cli.sequential.without_storage import load_parameters
+from gpipe_cli.sequential.deferred import load_parameters
 from gpipe_cli.training.loop import Position
 from tests.support.command_line import Gpipe
 from tests.support.hugging_face_models import save_model, tiny_config

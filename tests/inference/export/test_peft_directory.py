@@ -15,7 +15,7 @@ from gpipe_cli.models.hf.model import build
 from gpipe_cli.runs.snapshots.manifest import snapshot_path
 from gpipe_cli.runs.snapshots.record import BaseFiles, TrainingRecord, digest_files, versions
 from gpipe_cli.runs.snapshots.writing import write_snapshot
-from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
+from gpipe_cli.sequential.deferred import DeferredParameter, load_parameters
 from gpipe_cli.training.loop import Position
 from tests.support.command_line import Gpipe
 from tests.support.hugging_face_models import save_model, tiny_config
@@ -30,7 +30,7 @@ def save_run(run: Path, node: dict[str, Any], **built: Any) -> nn.Module:
     frozen = {
         name
         for name, parameter in model.state_dict(keep_vars=True).items()
-        if isinstance(parameter, UnloadedParameter) and not parameter.requires_grad
+        if isinstance(parameter, DeferredParameter) and not parameter.requires_grad
     }
     load_parameters([model], torch.device("cpu"))
     with torch.no_grad():

@@ -11,7 +11,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import transformers
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
 from gpipe_cli.models.hf.model import build
-from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
+from gpipe_cli.sequential.deferred import DeferredParameter, load_parameters
 from tests.support.hugging_face_models import save_model, tiny_config
 
 
@@ -38,7 +38,7 @@ def test_adapters_are_trained_and_the_base_stays_in_its_files(directory: Path) -
         for matrix in "AB"
     }
     base = {name: parameter for name, parameter in model.named_parameters() if "lora_" not in name}
-    assert all(isinstance(parameter, UnloadedParameter) for parameter in base.values())
+    assert all(isinstance(parameter, DeferredParameter) for parameter in base.values())
     # An adapted layer keeps its name but for `.base_layer`.
     names = {name for name, _ in build(str(directory)).named_parameters()}
     assert {name.replace(".base_layer", "") for name in base} == names

@@ -12,7 +12,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import transformers
 from gpipe_cli.models.hf.model import build
 from gpipe_cli.sequential import to_sequential
-from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
+from gpipe_cli.sequential.deferred import DeferredParameter, load_parameters
 from gpipe_cli.tensor_files.tensor_file import TensorFile
 from tests.support.hugging_face_models import save_model, tiny_config
 
@@ -84,7 +84,7 @@ def test_a_loaded_model_is_that_of_from_pretrained(tmp_path: Path, case: str) ->
         num_classes=expected.config.num_labels if auto in (IMAGES, CLASSIFIER) else 64,
         say=lines.append,
     )
-    assert all(isinstance(parameter, UnloadedParameter) for parameter in model.parameters())
+    assert all(isinstance(parameter, DeferredParameter) for parameter in model.parameters())
     load_parameters([model], CPU)
     assert not lines and model.training
     before, after = expected.state_dict(), model.state_dict()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters, read_from
+from gpipe_cli.sequential.deferred import DeferredParameter, load_parameters, read_from
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ def unload(module: nn.Module, read: list[str]) -> dict[str, Tensor]:
     values = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     names = {parameter: name for name, parameter in module.named_parameters()}
     unloaded = {
-        parameter: UnloadedParameter.like(
+        parameter: DeferredParameter.like(
             parameter, lambda name=name: (read.append(name), values[name].clone())[1]
         )
         for parameter, name in names.items()
@@ -45,7 +45,7 @@ def test_only_the_parameters_of_the_users_are_read_each_once() -> None:
     assert sorted(read) == sorted(values)
     assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
     assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["2.bias"]
-    assert not any(isinstance(parameter, UnloadedParameter) for parameter in model.parameters())
+    assert not any(isinstance(parameter, DeferredParameter) for parameter in model.parameters())
 
 
 def test_a_snapshot_takes_the_place_of_the_files() -> None:

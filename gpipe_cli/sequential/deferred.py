@@ -1,7 +1,7 @@
-"""Models without storage: built that way because they are larger than memory, or copied to be traced and tried out.
+"""Models without values: copies on the meta device, which never have any, and parameters whose values come later.
 
-Parameters may also have their values in files still: they are read where they are needed, one at a time. A model with
-such parameters is traced and balanced, and an engine then loads those of its own layers, each straight to its device.
+A deferred parameter knows how to get its value, from a file for example. A model with such parameters is traced and
+balanced, and an engine then loads those of its own layers, one at a time, each straight to its device.
 """
 
 from __future__ import annotations
@@ -16,47 +16,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
-_SMALL = 2**16
-"""Elements. Constructors compute nothing from larger tensors, and the smaller ones of a model take little memory."""
-
-_MAKERS = frozenset(
-    {
-        torch.arange,
-        torch.empty,
-        torch.empty_strided,
-        torch.eye,
-        torch.full,
-        torch.linspace,
-        torch.logspace,
-        torch.ones,
-        torch.rand,
-        torch.randint,
-        torch.randn,
-        torch.randperm,
-        torch.zeros,
-    }
-)
-"""Functions that make a tensor from numbers alone."""
-
-_FILLERS = frozenset(
-    {
-        Tensor.bernoulli_,
-        Tensor.exponential_,
-        Tensor.fill_,
-        Tensor.normal_,
-        Tensor.random_,
-        Tensor.uniform_,
-        Tensor.zero_,
-        nn.init.constant_,
-        nn.init.kaiming_normal_,
-        nn.init.kaiming_uniform_,
-        nn.init.normal_,
-        nn.init.uniform_,
-    }
-)
-"""Functions that give a tensor new values: skipped for a tensor without any, since torch would import its compiler."""
 
 
 def meta_clone(model: nn.Module) -> nn.Module:
@@ -64,17 +23,17 @@ def meta_clone(model: nn.Module) -> nn.Module:
     return clone_with(model, meta_like)
 
 
-def drop_storage(model: nn.Module) -> None:
+def move_to_meta(model: nn.Module) -> None:
     """Put the parameters and buffers of a model on the meta device; tensors that are shared stay shared."""
-    outlines: dict[Tensor, Tensor] = {}
+    metas: dict[Tensor, Tensor] = {}
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for table in tables:
             for name, tensor in table.items():
                 if tensor is not None:
-                    if tensor not in outlines:
-                        outlines[tensor] = meta_like(tensor)
-                    table[name] = outlines[tensor]
+                    if tensor not in metas:
+                        metas[tensor] = meta_like(tensor)
+                    table[name] = metas[tensor]
 
 
 def clone_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -127,38 +86,8 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, value: float = 0) -> T
     return torch.full((), value, dtype=dtype).expand(tuple(shape))
 
 
-def without_storage() -> TorchFunctionMode:
-    """Inside, large tensors are on the meta device, whatever device they are made for.
-
-    Small tensors do get memory: constructors compute with them (widths, dropout ratios), which needs values.
-    """
-    return _WithoutStorage()
-
-
 @final
-class _WithoutStorage(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func in _MAKERS:
-            # A generator belongs to a device, and nothing is drawn on the meta device.
-            drawn = {name: value for name, value in named.items() if name not in ("generator", "pin_memory")}
-            tensor: Tensor = func(*args, **{**drawn, "device": "meta"})
-            if tensor.numel() > _SMALL:
-                return tensor
-        filled = args[0] if args else named.get("tensor")
-        if func in _FILLERS and isinstance(filled, Tensor) and filled.is_meta:
-            return filled
-        return func(*args, **named)
-
-
-@final
-class UnloadedParameter(nn.Parameter):
+class DeferredParameter(nn.Parameter):
     """A parameter on the meta device, with the function that reads its value."""
 
     read: Callable[[], Tensor]
@@ -166,12 +95,12 @@ class UnloadedParameter(nn.Parameter):
     """The files that its value depends on."""
 
     @staticmethod
-    def like(tensor: Tensor, read: Callable[[], Tensor], files: Iterable[Path] = ()) -> UnloadedParameter:
+    def like(tensor: Tensor, read: Callable[[], Tensor], files: Iterable[Path] = ()) -> DeferredParameter:
         """A parameter of the tensor's shape, dtype and requires_grad."""
         # Not empty_like: for a tensor of a subclass that would return the subclass again.
-        outline = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        parameter = UnloadedParameter(outline, tensor.requires_grad)
-        assert isinstance(parameter, UnloadedParameter)
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        parameter = DeferredParameter(meta, tensor.requires_grad)
+        assert isinstance(parameter, DeferredParameter)
         parameter.read, parameter.files = read, frozenset(files)
         return parameter
 
@@ -192,14 +121,14 @@ def load_parameters(
         parameter
         for user in (modules if users is None else users)
         for parameter in user.parameters()
-        if isinstance(parameter, UnloadedParameter)
+        if isinstance(parameter, DeferredParameter)
     }
     if not needed:
         return
-    loaded: dict[UnloadedParameter, nn.Parameter] = {}
+    loaded: dict[DeferredParameter, nn.Parameter] = {}
     for part in (part for module in modules for part in module.modules()):
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            if isinstance(parameter, UnloadedParameter) and parameter in needed:
+            if isinstance(parameter, DeferredParameter) and parameter in needed:
                 if parameter not in loaded:
                     loaded[parameter] = parameter.load(device)
                 setattr(part, name, loaded[parameter])
@@ -208,6 +137,6 @@ def load_parameters(
 def read_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Let parameters that are not loaded yet take their values from `tensors`, by name, instead of from their files."""
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, UnloadedParameter) and name in tensors:
+        if isinstance(parameter, DeferredParameter) and name in tensors:
             # A copy is aligned, which these tensors may not be: they may lie anywhere in the bytes of a file.
             parameter.read = partial(tensors[name].to, parameter.dtype, copy=True)
