@@ -31,7 +31,7 @@ from gpipe_cli.report.page.render import PAGE
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import trace_json
 from gpipe_cli.runs.directory import check_run_dir, make_run_directory, write_json, write_text
-from gpipe_cli.runs.lifecycle import launch_facts, write_config, write_launch
+from gpipe_cli.runs.launch_record import launch_facts, write_config, write_launch
 from gpipe_cli.runs.summary import write_report
 
 COSTS = ("forward_ms", "backward_ms", "forward_flops", "backward_flops")

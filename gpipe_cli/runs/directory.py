@@ -1,6 +1,6 @@
 """The directory of a run: created once, written by one process at a time, never overwritten.
 
-config.yaml overrides.yaml env.json launch.json    runs/lifecycle
+config.yaml overrides.yaml env.json launch.json    runs/launch_record
 train.log logger.json                              runs/recorder, loggers/protocol
 metrics.jsonl                                      training/metrics
 snapshots/                                         runs/snapshots/manager

@@ -18,19 +18,17 @@ from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
 from gpipe_cli.report.formatting import describe, format_value
 from gpipe_cli.report.model_tables import print_measured_memory
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.render import PAGE, render_page
-from gpipe_cli.report.page.run_facts import read_run
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.runs.directory import write_json, write_text
 from gpipe_cli.runs.lr_after_resume import longer_line
 from gpipe_cli.runs.reader import RunReader, as_int
-from gpipe_cli.runs.resume import ResumedRun
 from gpipe_cli.runs.snapshots.manifest import snapshot_paths
+from gpipe_cli.runs.snapshots.record import TrainingRecord
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import EvalResult, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
-SUMMARY = "summary.json"
+SUMMARY, PAGE = "summary.json", "report.html"
 LARGEST_EPOCH = 10**9
 LARGEST_SUMMARY = 2**20
 """Bytes."""
@@ -57,25 +55,27 @@ def summarize(
     }
 
 
-def summary_if_finished(
-    resumed: ResumedRun, spec: TrainSpec, loader: BatchLoader, job: Job
-) -> Summary | None:
-    """The summary of a run that has nothing left to train, or None."""
-    record = None if resumed.snapshot is None else resumed.snapshot.record
-    if record is None or record.position.evaluation is None or not record.position.evaluated:
-        return None
-    at_end = record.position.step == spec.steps
-    stopped_early = None if at_end or spec.early_stop is None else spec.early_stop.reason(record.waiting)
-    if not at_end and stopped_early is None:
-        return None
-    summary = summarize(record.position.evaluation, loader, resumed.directory, job, stopped_early)
-    before = _read_summary(resumed.directory)
+def is_finished(record: TrainingRecord | None, spec: TrainSpec) -> bool:
+    """Whether a run with a snapshot of this record has nothing left to train."""
+    return (
+        record is not None and record.position.evaluated and spec.ends(record.position.step, record.patience)
+    )
+
+
+def finished_summary(
+    directory: Path, record: TrainingRecord, spec: TrainSpec, loader: BatchLoader, job: Job
+) -> Summary:
+    """The summary of a run that has nothing left to train: the one in its directory, if that fits the record."""
+    assert record.position.evaluation is not None, "it is finished"
+    stopped_early = spec.stops_early(record.position.step, record.patience)
+    summary = summarize(record.position.evaluation, loader, directory, job, stopped_early)
+    before = _read_summary(directory)
     may_differ = ("run_dir", "command")
     if all(before.get(key) == value for key, value in summary.items() if key not in may_differ):
         cure = f" early ({stopped_early}); raise early_stop.patience to continue" if stopped_early else ""
-        sys.stderr.write(f"{resumed.directory}: the run has finished{cure}; gpipe changed nothing\n")
+        sys.stderr.write(f"{directory}: the run has finished{cure}; gpipe changed nothing\n")
         return before
-    write_summary(resumed.directory, summary)
+    write_summary(directory, summary)
     return summary
 
 
@@ -89,6 +89,10 @@ def write_summary(run: Path, summary: Summary) -> None:
 
 def write_report(run: Path) -> None:
     """Write report.html when a run ends; only warn if that fails, because the results are already saved."""
+    # Late: `gpipe train` starts in less time without it.
+    from gpipe_cli.report.page.render import render_page
+    from gpipe_cli.report.page.run_facts import read_run
+
     try:
         write_text(run / PAGE, render_page([read_run(run)]))
     except Exception as error:  # noqa: BLE001 - a page must not turn a finished run into a failed one

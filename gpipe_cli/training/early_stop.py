@@ -10,7 +10,7 @@ from gpipe_cli.values import lower_is_better
 
 @final
 @dataclass(frozen=True)
-class Waiting:
+class PatienceState:
     """How long a run has waited for a better evaluation. Snapshots store it as JSON under these field names."""
 
     metric: str
@@ -31,21 +31,19 @@ class EarlyStop:
     min_delta: float = 0.0
     """An evaluation that is better by this much or less is no improvement."""
 
-    def after(self, value: float, step: int, waiting: Waiting | None) -> Waiting:
-        """Count an evaluation; `waiting` is the result of the previous call, if any."""
-        if waiting is None or waiting.metric != self.metric:
-            return Waiting(self.metric, value, step)
-        gain = waiting.value - value if lower_is_better(self.metric) else value - waiting.value
+    def after(self, value: float, step: int, state: PatienceState | None) -> PatienceState:
+        """Count an evaluation; `state` is the result of the previous call, if any."""
+        if state is None or state.metric != self.metric:
+            return PatienceState(self.metric, value, step)
+        gain = state.value - value if lower_is_better(self.metric) else value - state.value
         if gain > self.min_delta:
-            return Waiting(self.metric, value, step)
-        return replace(waiting, evaluations=waiting.evaluations + 1)
+            return PatienceState(self.metric, value, step)
+        return replace(state, evaluations=state.evaluations + 1)
 
-    def reason(self, waiting: Waiting | None) -> str | None:
+    def reason(self, state: PatienceState | None) -> str | None:
         """Why the run ends now, if it does."""
-        if waiting is None or waiting.metric != self.metric or waiting.evaluations < self.patience:
+        if state is None or state.metric != self.metric or state.evaluations < self.patience:
             return None
-        evaluations = f"{waiting.evaluations} evaluation{'s' if waiting.evaluations > 1 else ''}"
+        evaluations = f"{state.evaluations} evaluation{'s' if state.evaluations > 1 else ''}"
         by = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return (
-            f"{evaluations} without a {self.metric} better than {waiting.value:.4g} (step {waiting.step}){by}"
-        )
+        return f"{evaluations} without a {self.metric} better than {state.value:.4g} (step {state.step}){by}"

@@ -17,7 +17,7 @@ from gpipe_cli.engines.protocol import Batch, Engine, StepFacts, Utilization
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.timeline import StepTimeline
-from gpipe_cli.training.early_stop import EarlyStop
+from gpipe_cli.training.early_stop import EarlyStop, PatienceState
 from gpipe_cli.training.lr_schedules import LrSchedule
 
 TrainBatches = Callable[[int, int], Iterable[Batch]]
@@ -67,6 +67,16 @@ class TrainSpec:
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch, or the run, ends after this many steps."""
         return step % self.steps_per_epoch == 0 or step == self.steps
+
+    def stops_early(self, step: int, patience: PatienceState | None) -> str | None:
+        """Why a run ends after this step, before its last one, if it does."""
+        if self.early_stop is None or step == self.steps:
+            return None
+        return self.early_stop.reason(patience)
+
+    def ends(self, step: int, patience: PatienceState | None) -> bool:
+        """Whether a run ends with the evaluation after this step."""
+        return step == self.steps or self.stops_early(step, patience) is not None
 
     def measures(self, step: int) -> bool:
         """Whether the metrics of this step, counted from 1, are computed and recorded.

@@ -188,7 +188,7 @@ def run(
                 in_evaluation()
 
         facts = train(engine, spec, train_batches, lambda epoch: stops.until_stopped(held_out(epoch)), start)
-        events = save_and_stop(facts, snapshots, stops)
+        events = save_and_stop(facts, spec, snapshots, stops)
         for count, fact in enumerate(event for event in events if not isinstance(event, EvalProgress)):
             metrics.write(_row(fact, sample_numbers))
             at_fact(count)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.training.early_stop import EarlyStop, Waiting
+from gpipe_cli.training.early_stop import EarlyStop, PatienceState
 from tests.support.command_line import Gpipe
 from tests.support.run_files import rows as metrics_rows
 
@@ -40,9 +40,9 @@ def test_a_run_ends_after_evaluations_without_improvement(
 
 
 def test_another_metric_starts_the_count_again_and_the_reason_says_what_counts() -> None:
-    waiting = Waiting("loss", 0.5, step=20, evaluations=3)
+    waiting = PatienceState("loss", 0.5, step=20, evaluations=3)
     assert EarlyStop("top1", 3).reason(waiting) is None
-    assert EarlyStop("top1", 3).after(0.9, 30, waiting) == Waiting("top1", 0.9, 30)
+    assert EarlyStop("top1", 3).after(0.9, 30, waiting) == PatienceState("top1", 0.9, 30)
     assert EarlyStop("loss", 3).reason(waiting) == "3 evaluations without a loss better than 0.5 (step 20)"
     assert str(EarlyStop("loss", 1, 0.1).reason(waiting)).endswith("(step 20) by more than 0.1")
 

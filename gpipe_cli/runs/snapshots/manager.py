@@ -95,9 +95,12 @@ def check_snapshot_space(run: Path, spec: TrainSpec, retention: Retention, size:
 
 
 def save_and_stop(
-    events: Generator[TrainEvent, None, None], snapshots: SnapshotManager, stops: StopRequests
+    events: Generator[TrainEvent, None, None],
+    spec: TrainSpec,
+    snapshots: SnapshotManager,
+    stops: StopRequests,
 ) -> Iterator[TrainEvent]:
-    """Pass the events of the loop on, save between them, and stop on a request after a last snapshot.
+    """Pass the events of the loop on, save between them, and stop early, or on a request after a last snapshot.
 
     The consumer writes each fact to metrics.jsonl before it asks for the next one, so a snapshot, which is saved when
     it does, never knows a row that the file lacks. On a request to stop this raises StopRequested.
@@ -109,13 +112,14 @@ def save_and_stop(
             yield fact
             if isinstance(fact, EvalProgress):
                 continue  # the batches of an evaluation look for requests to stop themselves
+            if isinstance(fact, EvalResult) and (early := spec.early_stop) is not None:
+                snapshots.patience = early.after(fact.value(early.metric), fact.step, snapshots.patience)
             snapshots.after(fact)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
             # The next look at the deadline is a step away, and a clean stop then still has to save.
             stops.reserve = TIME_MARGIN * (snapshots.save_seconds + longest)
-            # A run that has just finished ends normally. `finished` is the same in all ranks, so they skip the
-            # collective together.
-            if snapshots.finished:
+            # A run that has just finished ends normally. All ranks know the same, so they skip the collective together.
+            if isinstance(fact, EvalResult) and spec.ends(fact.step, snapshots.patience):
                 break
             if request := stops.agreed():
                 raise request
@@ -155,7 +159,8 @@ class SnapshotManager:
         self.position = Position() if resumed is None else resumed.position
         self._run, self._engine, self._spec, self._retention = run, engine, spec, retention
         self._best = None if resumed is None else resumed.best
-        self._waiting = None if resumed is None else resumed.waiting
+        self.patience = None if resumed is None else resumed.patience
+        """How long early stopping has waited; saved with the next snapshot."""
         self._world = world
         self._base_files: BaseFiles | None = None
         self._before_saving = before_saving
@@ -192,8 +197,6 @@ class SnapshotManager:
         if self._spec.evaluates_after(fact.step) and not isinstance(fact, EvalResult):
             return  # save after the evaluation, so that a resumed run need not repeat it
         best = isinstance(fact, EvalResult) and self._update_best(fact)
-        if isinstance(fact, EvalResult) and (early := self._spec.early_stop) is not None:
-            self._waiting = early.after(fact.value(early.metric), fact.step, self._waiting)
         every = self._retention.every
         due = self._spec.ends_epoch(fact.step) if every is None else fact.step % every == 0
         if best or due or fact.step == self._spec.steps:
@@ -204,21 +207,6 @@ class SnapshotManager:
         if self._saved != self.position and self.position.step > 0:
             self._save()
         self._writer.wait()
-
-    @property
-    def finished(self) -> bool:
-        ends = self._at_end or self.stops_early is not None
-        return ends and self.position.evaluated
-
-    @property
-    def stops_early(self) -> str | None:
-        """Why the run ends before its last step, if it does."""
-        early = self._spec.early_stop
-        return None if early is None or self._at_end else early.reason(self._waiting)
-
-    @property
-    def _at_end(self) -> bool:
-        return self.position.step == self._spec.steps
 
     def __enter__(self) -> Self:
         return self
@@ -265,7 +253,7 @@ class SnapshotManager:
             versions(),
             state.numbers,
             self._base_files,
-            self._waiting,
+            self.patience,
         )
         state = self._until_written(state)
 

@@ -20,7 +20,7 @@ import torch
 from gpipe_cli import __version__
 from gpipe_cli.errors import RunError
 from gpipe_cli.runs.snapshots.durable import FileDigest
-from gpipe_cli.training.early_stop import Waiting
+from gpipe_cli.training.early_stop import PatienceState
 from gpipe_cli.training.loop import EvalResult, LossWindow, Position
 
 MAX_COUNT = 2**63 - 1
@@ -52,7 +52,7 @@ class TrainingRecord:
     """What the engine saves besides tensors."""
     base: BaseFiles | None = None
     """The files that hold what the snapshot leaves out."""
-    waiting: Waiting | None = None
+    patience: PatienceState | None = None
     """With early stopping."""
 
     def to_json(self) -> dict[str, Any]:
@@ -71,7 +71,7 @@ class TrainingRecord:
             "versions": dict(self.versions),
             "engine": dict(self.numbers),
             **({} if self.base is None else {"base": self.base.to_json()}),
-            **({} if self.waiting is None else {"waiting": asdict(self.waiting)}),
+            **({} if self.patience is None else {"waiting": asdict(self.patience)}),
         }
 
     @staticmethod
@@ -96,7 +96,7 @@ class TrainingRecord:
                 {name: _text(version) for name, version in _mapping(content["versions"]).items()},
                 _mapping(content["engine"]),
                 BaseFiles.from_json(content["base"]) if "base" in content else None,
-                _parse_dataclass(Waiting, content.get("waiting")),
+                _parse_dataclass(PatienceState, content.get("waiting")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(f"damaged: its record cannot be used: {type(error).__name__}: {error}") from error
