@@ -120,9 +120,9 @@ def _plain(case: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from gpipe_cli.pipeline.gpipe import PlainPipe
+    from gpipe_cli.pipeline.gpipe import plain_pipe
 
-    pipe = PlainPipe(_model(case))
+    pipe = plain_pipe(_model(case))
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
     input, target = _batch(case)
     passes, updates = [], []

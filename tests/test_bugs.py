@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_cli import GPipe, current_microbatch, register_layer_logging_hooks
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.torch_internals.keyed_random import UnkeyedRandomError
 
 
@@ -85,7 +85,7 @@ def test_dropout_under_checkpointing_in_several_threads_keeps_its_masks(checkpoi
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(4)]
     model = nn.Sequential(*layers)
-    plain = PlainPipe(copy.deepcopy(model), chunks=4)
+    plain = plain_pipe(copy.deepcopy(model), chunks=4)
     input, target = torch.randn(8, 16), torch.randn(8, 16)
     with GPipe(model, [1, 1, 1, 1], chunks=4, checkpoint=checkpoint) as pipe:
         for key in range(5):
@@ -281,7 +281,7 @@ def test_recurrent_dropout_and_attention_are_keyed() -> None:
     torch.manual_seed(0)
     attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
     model = nn.Sequential(nn.Linear(8, 8), Recurrent(), attention, nn.Linear(8, 8))
-    plain = PlainPipe(copy.deepcopy(model), chunks=2)
+    plain = plain_pipe(copy.deepcopy(model), chunks=2)
     input = torch.randn(4, 3, 8)
     with GPipe(model, [2, 2], chunks=2, checkpoint="always") as pipe:
         losses = [each.step(input, input, functional.mse_loss, key=3) for each in (pipe, plain)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.skip import pop, skippable, stash
 from tests.random_pipes.case import random_pipe
@@ -109,7 +109,7 @@ def check_equal(case: Case) -> None:
     input = torch.randn(21, 5, dtype=case.dtype)
     target = torch.randint(3, (21,))
     model = model_with_everything(case.dtype)
-    plain = PlainPipe(copy.deepcopy(model), chunks=case.chunks)
+    plain = plain_pipe(copy.deepcopy(model), chunks=case.chunks)
     with case.pipe(model) as pipe:
         optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, pipe)]
         for key in range(2):

@@ -24,8 +24,8 @@ from gpipe_cli.engines.offload_engine import OffloadedParameters
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.engines.threads import make_pipe
 from gpipe_cli.offload.sizing import layer_bytes
-from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.microbatch import moved
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.profiling.memory import resident_memory
 from gpipe_cli.profiling.records import Sample, preserved
 from gpipe_cli.profiling.timeline import (
@@ -135,10 +135,10 @@ def partition_for_timeline(settings: ProfileConfig, parts: RunParts) -> RunParts
 
 
 @contextmanager
-def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> Iterator[ThreadedPipe]:
+def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> Iterator[Pipe]:
     spec = _engine_spec(settings, parts, sample)
     with ExitStack() as cleanup:
-        pipe: ThreadedPipe
+        pipe: Pipe
         offloaded: OffloadedParameters | None
         if traits_of_engine(settings).has_partitions:
             pipe, offloaded = make_pipe(spec, settings.engine.get("offload"))

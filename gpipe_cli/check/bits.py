@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.devices import device_name
 from gpipe_cli.check.row import Machine, Row, Verdict
-from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
+from gpipe_cli.pipeline.gpipe import GPipe, plain_pipe
 from gpipe_cli.pipeline.partitioning import move_to_devices
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.schedule import ScheduleModule, names, traits
 from gpipe_cli.schedule.action import MODES
 from gpipe_cli.schedule.files import FixedOrder
@@ -74,7 +75,7 @@ def check_bits(machine: Machine) -> Iterator[Row]:
 def run_alone(device: torch.device, model: nn.Sequential) -> Results:
     """One step without a pipeline."""
     move_to_devices([model], [device])
-    return _step(PlainPipe(model, chunks=CHUNKS, device=device))
+    return _step(plain_pipe(model, chunks=CHUNKS, device=device))
 
 
 def _there_and_back(workers: int) -> FixedOrder:
@@ -100,7 +101,7 @@ def _run_pipelined(
         return _step(pipe)
 
 
-def _step(pipe: ThreadedPipe) -> Results:
+def _step(pipe: Pipe) -> Results:
     images, classes = small_batch(SAMPLES)
     loss = pipe.step(images.to(pipe.input_device), classes.to(pipe.output_device), cross_entropy, key=KEY)
     gradients = {f"gradient of {name}": parameter.grad for name, parameter in pipe.named_parameters()}

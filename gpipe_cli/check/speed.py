@@ -16,7 +16,8 @@ from torch.nn.functional import mse_loss
 from gpipe_cli.accelerator.devices import available_cores, use_threads
 from gpipe_cli.accelerator.streams import SideStream, has_side_streams, median_seconds, record_event
 from gpipe_cli.check.row import Machine, Row, Verdict
-from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
+from gpipe_cli.pipeline.gpipe import GPipe, plain_pipe
+from gpipe_cli.pipeline.pipe import Pipe
 
 WIDTHS = (128, 256, 512, 1024, 2048, 4096)
 LONG_ENOUGH = 1e-3
@@ -144,7 +145,7 @@ def time_both(devices: Sequence[torch.device]) -> tuple[float, float]:
     # Workers on a CPU have one thread each, so one device stands for one thread.
     with use_threads(1):
         width = suitable_width(devices[0])
-        alone = PlainPipe(heavy_model(width).to(devices[0]), chunks=CHUNKS, device=devices[0])
+        alone = plain_pipe(heavy_model(width).to(devices[0]), chunks=CHUNKS, device=devices[0])
         seconds_alone = _step_seconds(alone, devices[:1], width)
         del alone  # its memory is not needed any more
         with GPipe(
@@ -159,7 +160,7 @@ def time_both(devices: Sequence[torch.device]) -> tuple[float, float]:
             return seconds_alone, _step_seconds(pipe, devices, width)
 
 
-def _step_seconds(pipe: ThreadedPipe, devices: Sequence[torch.device], width: int) -> float:
+def _step_seconds(pipe: Pipe, devices: Sequence[torch.device], width: int) -> float:
     # A micro-batch is as large as a layer is wide: then its forward is one of the products that were timed.
     input = torch.ones(CHUNKS * width, width, device=devices[0])
     target = torch.zeros(CHUNKS * width, width, device=devices[-1])

@@ -30,13 +30,12 @@ from gpipe_cli.distributed.torch_schedule import (
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.batchnorm import commit_or_discard, deferred_batch_norms
 from gpipe_cli.pipeline.boundary import PartitionInput
-from gpipe_cli.pipeline.gpipe import PipeBase
 from gpipe_cli.pipeline.layer import replica_key
 from gpipe_cli.pipeline.layer_logging import log_layer_times
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.module_state import BufferState, SharedState, buffer_owners, modules_of, tensors_in
-from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
+from gpipe_cli.pipeline.pipe import Division, Pipe
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.action import Checkpoint
@@ -46,66 +45,78 @@ _MAX_CACHED_SCHEDULES = 8
 """Each holds receive buffers for all its micro-batches. Training and evaluation with short last batches need six."""
 
 
+def rank_pipe(
+    module: nn.Sequential,
+    balance: Sequence[int],
+    coords: RankCoords,
+    *,
+    chunks: int,
+    checkpoint: Checkpoint,
+    schedule: str | ScheduleModule,
+    deferred_batch_norm: bool,
+) -> Pipe:
+    """Only the partitions of this process have storage."""
+    pipe = Pipe(module, chunks, deferred_batch_norm)
+    runner = RankRunner(pipe.module, pipe.divide(balance), coords, schedule)
+    return pipe.run_by(runner, [coords.device], checkpoint)
+
+
+def rank_of_layer(balance: Sequence[int], coords: RankCoords) -> list[int]:
+    """The rank of each layer, in the pipe."""
+    return [coords.rank_of(partition) for partition, length in enumerate(balance) for _ in range(length)]
+
+
 @final
-class RankPipe(PipeBase):
+class RankRunner:
+    """Runs the partitions of this process under torch's schedules; its peers run the others."""
+
     def __init__(
         self,
         module: nn.Sequential,
-        balance: Sequence[int],
+        division: Division,
         coords: RankCoords,
-        *,
-        chunks: int,
-        checkpoint: Checkpoint,
         schedule: str | ScheduleModule,
-        deferred_batch_norm: bool,
     ) -> None:
-        super().__init__(module, chunks, deferred_batch_norm)
-        self.coords = coords
-        self._checkpoint = checkpoint
+        self._module, self._coords = module, coords
         self._schedule, self._torch_schedule = schedule, torch_schedule_class(schedule)
-        self._shape_inference = ShapeInference(self.module, balance, coords.device)
-        # Not registered children: the layers already are children of `module`, under their own names.
-        self.__dict__["partitions"] = partition_modules(self.module, self._layers, balance)
-        partitions = make_partitions(self.partitions, self._layers, balance, [coords.device])
-        self._balance = list(balance)
+        self._shape_inference = ShapeInference(module, division.balance, coords.device)
+        partitions = division.partitions([coords.device])
+        self._balance = list(division.balance)
         self._own = [partitions[index] for index in coords.own_partitions]
-        self._own_layers = [layer for partition in self._own for layer in partition.layers]
-        self._own_modules = [layer.module for layer in self._own_layers]
+        own_layers = [layer for partition in self._own for layer in partition.layers]
+        self._own_modules = [layer.module for layer in own_layers]
         own = ", ".join(str(partition.index) for partition in self._own)
         with note_device(f"moving partition{'s' if len(self._own) > 1 else ''} {own}", coords.device):
-            keep_only(self.module, self._own_modules, coords.device)
+            keep_only(module, self._own_modules, coords.device)
         self._own_batch_norms = [
-            batch_norm for layer in self._own_layers for batch_norm in deferred_batch_norms(layer.module)
+            batch_norm for layer in own_layers for batch_norm in deferred_batch_norms(layer.module)
         ]
-        self._shared = SharedState.between([list(partition.children()) for partition in self.partitions])
-        self._tied = TiedParameters([layer.module for layer in self._layers])
-        self._tied_gradients = TiedGradients(self._tied, self.rank_of_layer, coords)
+        self._shared = SharedState.between([list(partition.children()) for partition in division.modules])
+        self._tied = TiedParameters([layer.module for layer in division.layers])
+        self._tied_gradients = TiedGradients(self._tied, rank_of_layer(division.balance, coords), coords)
         self._replicas = Replicas(coords)
         self._gradient_buckets = self._make_gradient_buckets() if self._replicas.several else None
         self._schedules: dict[tuple[object, ...], TorchSchedule] = {}
 
-    partitions: nn.ModuleList
-    """All partitions of the model; only those of this process have storage."""
-
     @property
     def partition_devices(self) -> dict[int, torch.device]:
-        """The device of each partition of this process, by its index."""
         return {partition.index: partition.device for partition in self._own}
 
-    def _forward(self, input: Value) -> Value:
-        batch = self._of_replica(self._mini_batch(input))
+    def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
+        batch = self._of_replica(batch)
         if not batch.rows:
             return ()
         # Without backward any schedule does what ScheduleGPipe does, unless partitions are placed in another way.
-        placed = self.coords.workers != tuple(range(self.coords.ranks))
+        placed = self._coords.workers != tuple(range(self._coords.ranks))
         schedule = self._torch_schedule if placed else ScheduleGPipe
         with commit_or_discard(self._own_batch_norms):
-            state = self._run(batch, schedule, None)
-        if not self.coords.has_output:
+            # No backward follows, so nothing is recomputed.
+            state = self._run(batch, schedule, None, [0] * len(checkpoint_stops))
+        if not self._coords.has_output:
             return ()
         return state.joined_output()
 
-    def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
+    def step(self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int]) -> None:
         rows, loss.total_weight = self._replicas.totals(batch.rows, loss.total_weight)
         batch = self._of_replica(batch)
         before = BufferState(buffer_owners(modules_of(self._own_modules))) if self._replicas.several else None
@@ -114,7 +125,7 @@ class RankPipe(PipeBase):
             self._gradient_buckets.begin()
         with commit_or_discard(self._own_batch_norms):
             if batch.rows:
-                self._run(batch, self._torch_schedule, loss, untied)
+                self._run(batch, self._torch_schedule, loss, checkpoint_stops, untied)
             # Collectives, from here on: a replica without samples takes part in them. Buckets come first, because other
             # replicas may have started some of them already, and all replicas must keep to one order.
             self._sum_gradients(untied)
@@ -134,27 +145,27 @@ class RankPipe(PipeBase):
         # A borrowed copy is left out: its owner sums the gradient over replicas, and `spread` sends the sum.
         parameters = [
             parameter
-            for parameter in self.module.parameters()
+            for parameter in self._module.parameters()
             if parameter.requires_grad and not parameter.is_meta and parameter not in borrowed
         ]
         tied = [parameter for parameter, _ in self._tied.users]
-        return GradientBuckets(parameters, self.coords.data, late=tied)
+        return GradientBuckets(parameters, self._coords.data, late=tied)
 
     def _run(
         self,
         batch: MiniBatch,
         schedule: TorchScheduleClass,
         loss: StepLoss | None,
+        checkpoint_stops: Sequence[int],
         untied: Sequence[Untied] = (),
     ) -> BatchState:
         layers = iter(untied or self._tied.untied())
-        recomputes = self.training and loss is not None
         state = BatchState(
             batch,
             [PartitionInput.of_pipe(tensors, batch.template) for tensors in batch.inputs],
             self._tied,
             [[tuple(islice(layers, length)) for length in self._balance]],
-            batch.checkpoint_stops(self._checkpoint, len(self._balance), recomputes),
+            checkpoint_stops,
             None if loss is None else loss.weighted,
         )
         for partition in self._own:
@@ -166,10 +177,10 @@ class RankPipe(PipeBase):
             (
                 flush,
                 self._shape_inference.boundaries(
-                    batch.inputs[flush.first], batch.template, batch.state, training=self.training
+                    batch.inputs[flush.first], batch.template, batch.state, training=self._module.training
                 ),
             )
-            for flush in flushes(sizes, schedule, self.coords.ranks)
+            for flush in flushes(sizes, schedule, self._coords.ranks)
         ]
         for flush, boundaries in runs:
             self._schedule_for(flush, boundaries, training=loss is not None).run(state, flush.first)
@@ -189,7 +200,7 @@ class RankPipe(PipeBase):
                 flush,
                 self._own,
                 boundaries,
-                self.coords,
+                self._coords,
                 training=training,
                 our_schedule=self._schedule,
                 gradient_buckets=self._gradient_buckets if training else None,
@@ -201,16 +212,7 @@ class RankPipe(PipeBase):
         return cached
 
     def _of_replica(self, batch: MiniBatch) -> MiniBatch:
-        return replace(batch, key=replica_key(batch.key, self.coords.replica))
-
-    @property
-    def rank_of_layer(self) -> list[int]:
-        """The rank of each layer, in the pipe."""
-        return [
-            self.coords.rank_of(partition)
-            for partition, length in enumerate(self._balance)
-            for _ in range(length)
-        ]
+        return replace(batch, key=replica_key(batch.key, self._coords.replica))
 
     def log_layers(self) -> None:
         log_layer_times(self._own)

@@ -13,10 +13,11 @@ from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine,
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.pipe import OffloadedPipe
+from gpipe_cli.offload.pipe import offloaded_pipe
 from gpipe_cli.offload.sizing import DeviceDemand, device_demand, layer_bytes
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.microbatch import tensors_of
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.action import checkpoint_stops
@@ -111,13 +112,13 @@ class Slicing:
             )
         return solve(self._costs(), self.slices or min(DEFAULT_SLICES, len(module))).balance
 
-    def offload(self, balance: list[int]) -> tuple[OffloadedPipe, OffloadedParameters]:
+    def offload(self, balance: list[int]) -> tuple[Pipe, OffloadedParameters]:
         """Move the parameters to their tier, and return them with the pipe that runs the model from it."""
         spec = replace(self.spec, balance=balance)
         assert isinstance(spec.checkpoint, str), "slices share one checkpoint mode"
         workers = [0] * len(balance)
         offloaded = offload_layers(self.to, spec, workers, buffers=self._buffers, in_background=self.prefetch)
-        pipe = OffloadedPipe(
+        pipe = offloaded_pipe(
             spec.module,
             balance,
             devices=spec.devices,

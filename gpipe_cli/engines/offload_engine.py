@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.device_errors import is_out_of_memory
-from gpipe_cli.engines.pipe_engine import Pipe, PipeEngine, load_scaler
+from gpipe_cli.engines.pipe_engine import PipeEngine, load_scaler
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import (
     EngineState,
@@ -30,6 +30,7 @@ from gpipe_cli.offload.sizing import boundary_bytes, layer_bytes, optimizer_byte
 from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice, SlicedParameters, put_parameters_on
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.schedule.action import checkpoint_stops
 

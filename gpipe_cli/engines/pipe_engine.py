@@ -32,24 +32,9 @@ from gpipe_cli.errors import NumericError
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.pipeline.loss import row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
-
-
-class Pipe(Protocol):
-    """What `GPipe`, `PlainPipe` and `RankPipe` have in common; a rank without the last partition returns ()."""
-
-    chunks: int
-    least_rows: int
-    training: bool
-
-    @property
-    def partition_devices(self) -> dict[int, torch.device]: ...
-    def __call__(self, input: Any) -> Any: ...
-    def step(self, input: Any, target: Any, loss_fn: Any, key: int | None = None) -> Tensor: ...
-    def train(self, mode: bool = True) -> Any: ...
-    def log_layers(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class GradientUpdate(Protocol):
@@ -155,6 +140,7 @@ class PipeEngine:
         return replace(facts, utilization=meter.utilization, timeline=meter.timeline)
 
     def _step(self, input: ModelInput, target: Tensor, key: int) -> Tensor:
+        assert self._training_loss is not None, "only an engine with an optimizer runs steps"
         with self._autocast():
             return self._pipe.step(input, target, self._training_loss, key=key)
 

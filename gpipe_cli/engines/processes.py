@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpipe_cli.distributed.groups import RankCoords
-from gpipe_cli.distributed.rank_pipe import RankPipe
+from gpipe_cli.distributed.rank_pipe import rank_of_layer, rank_pipe
 from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.engines.collectives import RankCollectives
@@ -29,7 +29,7 @@ def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
         raise ConfigError(
             f"data_parallel={spec.data_parallel}: the processes form {coords.replicas} replicas"
         )
-    pipe = RankPipe(
+    pipe = rank_pipe(
         spec.module,
         spec.balance,
         coords,
@@ -47,11 +47,12 @@ def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
             )
         trained = [parameter for parameter in pipe.module.parameters() if parameter.requires_grad]
         shards = ParameterShards([parameter for parameter in trained if not parameter.is_meta], coords)
+    ranks = rank_of_layer(spec.balance, coords)
     return PipeEngine(
         pipe,
         replace(spec, module=pipe.module, devices=[coords.device]),
         input_device=coords.device,
         output_device=coords.device,
-        collectives=RankCollectives(coords, pipe.module, pipe.rank_of_layer, sharded=shards is not None),
+        collectives=RankCollectives(coords, pipe.module, ranks, sharded=shards is not None),
         shards=shards,
     )

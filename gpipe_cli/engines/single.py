@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpipe_cli.engines.pipe_engine import PipeEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.partitioning import move_to_devices
 
 TRAITS = EngineTraits(
@@ -29,7 +29,7 @@ TRAITS = EngineTraits(
 def build(spec: EngineSpec) -> Engine:
     (device,) = spec.devices
     move_to_devices([spec.module], [device])
-    pipe = PlainPipe(
+    pipe = plain_pipe(
         spec.module, chunks=spec.chunks, deferred_batch_norm=spec.deferred_batch_norm, device=device
     )
     return PipeEngine(

@@ -8,7 +8,7 @@ from typing import final
 
 from gpipe_cli.accelerator.devices import peak_bytes
 from gpipe_cli.engines.protocol import Utilization
-from gpipe_cli.pipeline.gpipe import ThreadedPipe
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.profiling.timeline import ActionRecorder, StepTimeline
 
 RECORDED_STEP = 3
@@ -22,7 +22,7 @@ class StepMeter:
     Recording costs a few percent of a step of small layers, so an unwatched run records no other step.
     """
 
-    def __init__(self, pipe: ThreadedPipe, *, watched: bool) -> None:
+    def __init__(self, pipe: Pipe, *, watched: bool) -> None:
         """watched: record every step that is measured."""
         self._pipe, self._watched = pipe, watched
         self._record = ActionRecorder(pipe.devices)

@@ -9,9 +9,10 @@ from gpipe_cli.engines.pipe_engine import PipeEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.pipe import OffloadedPipe
+from gpipe_cli.offload.pipe import offloaded_pipe
 from gpipe_cli.offload.tiers import TIERS
-from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
+from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.schedule import traits
 from gpipe_cli.torch_internals.tensors import exchanges_memory
 
@@ -37,7 +38,7 @@ def build(spec: EngineSpec, offload: str | None = None) -> Engine:
     return PipeEngine(pipe, spec, input_device=input_device, output_device=output_device, meter=meter)
 
 
-def make_pipe(spec: EngineSpec, offload: str | None) -> tuple[ThreadedPipe, OffloadedParameters | None]:
+def make_pipe(spec: EngineSpec, offload: str | None) -> tuple[Pipe, OffloadedParameters | None]:
     arguments: dict[str, Any] = {
         "devices": spec.devices,
         "chunks": spec.chunks,
@@ -48,7 +49,7 @@ def make_pipe(spec: EngineSpec, offload: str | None) -> tuple[ThreadedPipe, Offl
     if offload is None:
         return GPipe(spec.module, spec.balance, **arguments), None
     offloaded = offload_partitions(spec, offload)
-    return OffloadedPipe(spec.module, spec.balance, stores=offloaded.prefetchers, **arguments), offloaded
+    return offloaded_pipe(spec.module, spec.balance, stores=offloaded.prefetchers, **arguments), offloaded
 
 
 def offload_partitions(spec: EngineSpec, tier_name: str) -> OffloadedParameters:

@@ -27,65 +27,49 @@ from gpipe_cli.offload.tiers import CpuTier
 from gpipe_cli.pipeline.action_loop import PartitionStore, PartitionVisit
 from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, moved
-from gpipe_cli.pipeline.partitioning import (
-    make_partitions,
-    move_to_devices,
-    partition_modules,
-    place_buffers,
-)
-from gpipe_cli.pipeline.pipe_module import Output
+from gpipe_cli.pipeline.partitioning import move_to_devices, place_buffers
+from gpipe_cli.pipeline.pipe import Division, Output, Pipe
 from gpipe_cli.schedule import ScheduleModule, order, traits
 from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.schedule.orders import BY_SLICE
 from gpipe_cli.torch_internals.tensors import exchanges_memory
 
 
-class OffloadedPipeBase(ThreadedPipe):
-    def _set_up(
-        self,
-        balance: Sequence[int],
-        devices: Sequence[torch.device],
-        stores: Sequence[PartitionStore],
-        schedule: str | ScheduleModule = BY_SLICE,
-    ) -> None:
-        """stores: one per device."""
-        self.devices = list(devices)
-        workers = len(devices)
-        placement = traits(schedule).placement(len(balance), workers)
-        devices, stores = [devices[index] for index in placement], [stores[index] for index in placement]
-        modules = partition_modules(self.module, self._layers, balance)
-        self._set_partitions(modules)
-        move_to_devices(modules, devices, place_buffers)
-        partitions = make_partitions(modules, self._layers, balance, devices)
-        self._executor = Executor(
-            partitions, partial(order, schedule), workers, self._batch_norms, stores=stores
-        )
+def offloaded_pipe(
+    module: nn.Sequential,
+    balance: Sequence[int],
+    *,
+    devices: Sequence[torch.device],
+    stores: Sequence[PartitionStore],
+    schedule: str | ScheduleModule = BY_SLICE,
+    chunks: int = 1,
+    checkpoint: Checkpoint = "always",
+    deferred_batch_norm: bool = False,
+) -> Pipe:
+    """stores: one per device, which bring its partitions there."""
+    pipe = Pipe(module, chunks, deferred_batch_norm)
+    executor = _executor(pipe.divide(balance), devices, stores, schedule)
+    return pipe.run_by(executor, list(devices), checkpoint)
+
+
+def _executor(
+    division: Division,
+    devices: Sequence[torch.device],
+    stores: Sequence[PartitionStore],
+    schedule: str | ScheduleModule = BY_SLICE,
+) -> Executor:
+    workers = len(devices)
+    placement = traits(schedule).placement(len(division.balance), workers)
+    devices, stores = [devices[index] for index in placement], [stores[index] for index in placement]
+    move_to_devices(division.modules, devices, place_buffers)
+    partitions = division.partitions(devices)
+    return Executor(partitions, partial(order, schedule), workers, division.batch_norms, stores=stores)
 
 
 @final
-class OffloadedPipe(OffloadedPipeBase):
-    def __init__(
-        self,
-        module: nn.Sequential,
-        balance: Sequence[int],
-        *,
-        devices: Sequence[torch.device],
-        stores: Sequence[PartitionStore],
-        schedule: str | ScheduleModule = BY_SLICE,
-        chunks: int = 1,
-        checkpoint: Checkpoint = "always",
-        deferred_batch_norm: bool = False,
-    ) -> None:
-        super().__init__(module, chunks, deferred_batch_norm)
-        self.checkpoint = checkpoint
-        self._set_up(balance, devices, stores, schedule)
-
-
-@final
-class OffloadModel(OffloadedPipeBase):
+class OffloadModel(Pipe):
     """fairscale's class of that name, with its arguments and its error messages, not only for CUDA.
 
     Parameters, gradients and optimizer state are in host memory; one slice at a time is on the device.
@@ -106,7 +90,6 @@ class OffloadModel(OffloadedPipeBase):
         sequence = model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
         super().__init__(sequence.to(offload_device), num_microbatches, deferred_batch_norm=False)
         self.device, self.offload_device = device_here(device), torch.device(offload_device)
-        self.checkpoint = "always" if checkpoint_activation else "never"
         balance = [1] * len(sequence)
         if sequence is model:
             balance = solve(layer_bytes(sequence), min(num_slices, len(sequence))).balance
@@ -116,7 +99,9 @@ class OffloadModel(OffloadedPipeBase):
         tier = CpuTier([self.device])
         tier.reserve(sum(layer_bytes(sequence)))
         self._prefetcher = SlicePrefetcher(parameters.store(tier), tier, self.device)
-        self._set_up(balance, [self.device], [_WithGradients(self._prefetcher, self.device)])
+        store = _WithGradients(self._prefetcher, self.device)
+        executor = _executor(self.divide(balance), [self.device], [store])
+        self.run_by(executor, [self.device], "always" if checkpoint_activation else "never")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Output:
         if kwargs:
@@ -126,9 +111,9 @@ class OffloadModel(OffloadedPipeBase):
             )
         return super().forward(moved(inputs[0] if len(inputs) == 1 else inputs, self.device))
 
-    def _forward(self, input: Value) -> Value:
+    def _forward(self, batch: MiniBatch) -> Value:
         with self._parameters_in_host_memory():
-            return super()._forward(input)
+            return super()._forward(batch)
 
     def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
         with self._parameters_in_host_memory():
@@ -189,7 +174,7 @@ class _WithGradients:
         # A gradient has to be on its parameter's device, so it comes off while the parameter moves, and moves on its
         # own.
         before = [parameter.grad for parameter in trained]
-        homes = [parameter.device for parameter in trained]
+        resting_devices = [parameter.device for parameter in trained]
         _set_gradients(trained, [None] * len(trained))
         after: Sequence[Tensor | None] = before
         try:
@@ -200,7 +185,7 @@ class _WithGradients:
                 _set_gradients(trained, [None] * len(trained))
         finally:
             _set_gradients(trained, [None] * len(trained))
-            _set_gradients(trained, [_moved(*pair) for pair in zip(after, homes, strict=True)])
+            _set_gradients(trained, [_moved(*pair) for pair in zip(after, resting_devices, strict=True)])
             if any(gradient is not None for gradient in after):
                 # The host reads the gradients next; one wait for all of them.
                 finish_queued(self._device)

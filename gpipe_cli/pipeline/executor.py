@@ -22,6 +22,7 @@ from gpipe_cli.pipeline.action_loop import ActionLoop, PartitionStore, Recorder
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard
 from gpipe_cli.pipeline.boundary import Gradients
+from gpipe_cli.pipeline.layer_logging import log_layer_times
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.module_state import SharedState, modules_of
@@ -139,6 +140,13 @@ class Executor:
         # Autograd's thread has no context variables of the caller, and recompute must see those of the forward.
         state.context.copy().run(loop.run, 0)
         self._end(loop)
+
+    @property
+    def partition_devices(self) -> dict[int, torch.device]:
+        return {partition.index: partition.device for partition in self.partitions}
+
+    def log_layers(self) -> None:
+        log_layer_times(self.partitions)
 
     def close(self) -> None:
         self._pool.close()

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from gpipe_cli.accelerator.devices import intra_op_threads, use_threads
 from gpipe_cli.accelerator.streams import synchronize
-from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
+from gpipe_cli.pipeline.gpipe import GPipe, plain_pipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved
 from gpipe_cli.pipeline.partitioning import move_to_devices
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.profiling.records import preserved
 
@@ -60,9 +61,9 @@ def verify_plans(
     ]
 
 
-def _pipe(plan: Prediction, module: nn.Sequential, devices: Sequence[torch.device]) -> GPipe | PlainPipe:
+def _pipe(plan: Prediction, module: nn.Sequential, devices: Sequence[torch.device]) -> Pipe:
     if plan.is_plain:
-        return PlainPipe(module, chunks=plan.shape.chunks, device=devices[0])
+        return plain_pipe(module, chunks=plan.shape.chunks, device=devices[0])
     return GPipe(
         module,
         plan.balance,
@@ -74,7 +75,7 @@ def _pipe(plan: Prediction, module: nn.Sequential, devices: Sequence[torch.devic
 
 
 def _step(
-    pipe: GPipe | PlainPipe,
+    pipe: Pipe,
     module: nn.Module,
     batch: tuple[Value, Tensor],
     loss: LossFunction,

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pipeline.partitioning import move_to_devices
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.profiling.records import (
     LayerStats,
     LayerTimes,
@@ -94,24 +95,24 @@ def _forward_ms(step: StepTimeline, layers: int) -> list[float]:
 
 
 @contextmanager
-def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[PlainPipe]:
+def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[Pipe]:
     """A pipe in which each layer is a partition."""
     if not has_values(module):
         raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     device = tensors_of(sample.input)[0].device
     with preserved(module, device=True):
         move_to_devices([module], [device])
-        with PlainPipe(module, [1] * len(module), device=device) as pipe:
+        with plain_pipe(module, [1] * len(module), device=device) as pipe:
             yield pipe
 
 
-def _forward(pipe: PlainPipe, sample: Sample) -> Any:
+def _forward(pipe: Pipe, sample: Sample) -> Any:
     # The pipe draws its key from torch's default generator, which must be left where it was.
     with torch.random.fork_rng(devices=[]):
         return pipe(sample.input)
 
 
-def _step(pipe: PlainPipe, sample: Sample) -> None:
+def _step(pipe: Pipe, sample: Sample) -> None:
     if sample.loss is not None and sample.target is not None:
         pipe.step(sample.input, sample.target, sample.loss, key=0)
         return
@@ -120,7 +121,7 @@ def _step(pipe: PlainPipe, sample: Sample) -> None:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _saved_tensors(pipe: PlainPipe, sample: Sample) -> list[SavedTensors]:
+def _saved_tensors(pipe: Pipe, sample: Sample) -> list[SavedTensors]:
     """Run one step with hooks on every layer."""
 
     def before(saved: SavedTensors, layer: nn.Module, inputs: Any) -> None:

@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 from gpipe_cli.accelerator.streams import synchronize
-from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
+from gpipe_cli.pipeline.gpipe import GPipe, plain_pipe
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.partitioning import move_to_devices
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, preserved
 from gpipe_cli.profiling.timeline import IsLate, never_late, run_steps
 from gpipe_cli.pytree import map_tensors
@@ -207,7 +208,7 @@ class _Steps:
         spec = PipelineSpec(schedule, len(self.balance), count, checkpoint, cores=self.cores)
         return StepTimes(spec, 1000 * statistics.median(took[-len(steps) :]), medians)
 
-    def _pipe(self, chunks: int, schedule: str, checkpoint: str) -> ThreadedPipe:
+    def _pipe(self, chunks: int, schedule: str, checkpoint: str) -> Pipe:
         if len(self.balance) > 1:
             return GPipe(
                 self.module,
@@ -220,7 +221,7 @@ class _Steps:
         # In the calling thread, as engine=single runs: OpenMP gives every thread its own team, and as soon as there are
         # more teams than cores for them, all of them sleep between two operators instead of spinning.
         move_to_devices([self.module], self.devices)
-        return PlainPipe(self.module, chunks=chunks, checkpoint=checkpoint, device=self.devices[0])
+        return plain_pipe(self.module, chunks=chunks, checkpoint=checkpoint, device=self.devices[0])
 
 
 def _repeated(value: Value, times: int) -> Value:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PipeBase
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.skip import pop, skippable, stash
 from tests.accelerator import simulator
 
@@ -155,7 +155,7 @@ def reference(case: Case, accelerators: Sequence[torch.device]) -> dict[str, Ten
         return results(pipe, device, device, step=case.step)
 
 
-def results(pipe: PipeBase, first: torch.device, last: torch.device, *, step: bool) -> dict[str, Tensor]:
+def results(pipe: Pipe, first: torch.device, last: torch.device, *, step: bool) -> dict[str, Tensor]:
     torch.manual_seed(1)
     inputs = [torch.randn(ROWS, WIDTH).to(first).requires_grad_() for _ in range(STEPS)]
     targets = [torch.randn(ROWS, WIDTH).to(last) for _ in range(STEPS)]

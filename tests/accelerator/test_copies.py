@@ -12,7 +12,7 @@ from torch.nn import functional
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator.copies import copy_streams, start_copy
 from gpipe_cli.accelerator.streams import current_stream
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 
 
 def test_on_one_device_tensors_stay_what_they_are() -> None:
@@ -49,7 +49,7 @@ def test_a_pipe_over_accelerators_gives_the_gradients_of_the_plain_sequence(
     first, last = accelerators[0], accelerators[-1]
     mixed = {"from accelerator to CPU": [first, "cpu"], "from CPU to accelerator": ["cpu", last]}
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 4)).double()
-    plain = PlainPipe(copy.deepcopy(model), chunks=4)
+    plain = plain_pipe(copy.deepcopy(model), chunks=4)
     input, target = torch.randn(16, 8).double(), torch.randn(16, 4).double()
     with GPipe(
         model,

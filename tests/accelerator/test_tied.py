@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import ThreadedPipe
+from gpipe_cli.pipeline.pipe import Pipe
 from tests.accelerator.simulator import Simulator, loaded
 from tests.support.command_line import Gpipe
 
@@ -67,17 +67,17 @@ def shared_buffer() -> nn.Sequential:
 MODELS = {make.__name__: make for make in (tied_parameters, shared_module, shared_buffer)}
 
 
-def run_step(pipe: ThreadedPipe, key: int) -> None:
+def run_step(pipe: Pipe, key: int) -> None:
     pipe.step(*rows(pipe), mse_loss, key=key)
 
 
-def run_backward(pipe: ThreadedPipe, key: int) -> None:
+def run_backward(pipe: Pipe, key: int) -> None:
     torch.manual_seed(key)
     input, target = rows(pipe)
     mse_loss(pipe(input), target).backward()
 
 
-def run_autograd_grad(pipe: ThreadedPipe, key: int) -> None:
+def run_autograd_grad(pipe: Pipe, key: int) -> None:
     torch.manual_seed(key)
     input, target = rows(pipe)
     parameters = list(pipe.parameters())
@@ -86,10 +86,10 @@ def run_autograd_grad(pipe: ThreadedPipe, key: int) -> None:
         parameter.grad = gradient
 
 
-CALLS: list[Callable[[ThreadedPipe, int], None]] = [run_step, run_backward, run_autograd_grad]
+CALLS: list[Callable[[Pipe, int], None]] = [run_step, run_backward, run_autograd_grad]
 
 
-def rows(pipe: ThreadedPipe) -> tuple[Tensor, Tensor]:
+def rows(pipe: Pipe) -> tuple[Tensor, Tensor]:
     values = torch.linspace(-1, 1, 4 * ROWS, dtype=torch.float64).reshape(ROWS, 4)
     return values.to(pipe.devices[0]), values.square().to(pipe.output_device)
 
@@ -103,7 +103,7 @@ def one_device(module: nn.Sequential, devices: Devices) -> GPipe:
     return GPipe(module, [len(module)], devices=devices[:1], chunks=3)
 
 
-def trained(pipe: ThreadedPipe, call: Callable[[ThreadedPipe, int], None]) -> list[Tensor]:
+def trained(pipe: Pipe, call: Callable[[Pipe, int], None]) -> list[Tensor]:
     """Gradients of each of three steps, the parameters after them, and outputs before and after a change of one."""
     pipe.step_timeout = 60
     results: list[Tensor] = []
@@ -144,7 +144,7 @@ def assert_equal(mine: list[Tensor], theirs: list[Tensor]) -> None:
 def test_training_gives_the_bits_of_one_device(
     accelerators: Devices,
     kind: str,
-    call: Callable[[ThreadedPipe, int], None],
+    call: Callable[[Pipe, int], None],
     schedule: str,
     checkpoint: str,
     count: int,
@@ -160,7 +160,7 @@ def test_training_gives_the_bits_of_one_device(
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_kernels_that_run_late_and_in_any_order_give_the_same_bits(
-    simulated: Simulator, kind: str, call: Callable[[ThreadedPipe, int], None]
+    simulated: Simulator, kind: str, call: Callable[[Pipe, int], None]
 ) -> None:
     expected = trained(one_device(model(kind), simulated.devices), call)
     for seed in range(3):
@@ -171,11 +171,11 @@ def test_kernels_that_run_late_and_in_any_order_give_the_same_bits(
 
 @pytest.mark.parametrize("call", CALLS[:2])
 def test_a_hook_sees_the_gradients_that_it_sees_on_one_device(
-    accelerators: Devices, call: Callable[[ThreadedPipe, int], None]
+    accelerators: Devices, call: Callable[[Pipe, int], None]
 ) -> None:
     """One per micro-batch of a step, of all uses together."""
 
-    def gradients(pipe: ThreadedPipe) -> list[Tensor]:
+    def gradients(pipe: Pipe) -> list[Tensor]:
         seen: list[Tensor] = []
         weight = next(pipe.parameters())
         weight.register_hook(lambda gradient: seen.append(gradient.cpu()) or gradient.clamp(-0.01, 0.01))
@@ -208,7 +208,7 @@ def test_a_shared_parameter_stays_one_parameter_on_the_device_of_its_first_layer
 def test_a_tie_that_is_made_after_construction_crosses_devices_too(accelerators: Devices) -> None:
     """Its parameter is on the device of its last layer then."""
 
-    def tied_anew(pipe: ThreadedPipe) -> list[Tensor]:
+    def tied_anew(pipe: Pipe) -> list[Tensor]:
         pipe.module[0].weight = pipe.module[2].weight
         return trained(pipe, run_step)
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from gpipe_cli.distributed.groups import RankCoords
-from gpipe_cli.distributed.rank_pipe import RankPipe, keep_only
+from gpipe_cli.distributed.rank_pipe import keep_only, rank_pipe
+from gpipe_cli.pipeline.pipe import Pipe
 
 CPU = torch.device("cpu")
 
@@ -27,10 +28,10 @@ def test_a_rank_keeps_its_layers_and_all_ties(replaces: bool, monkeypatch: pytes
     assert isinstance(layers[1].weight, nn.Parameter)
 
 
-def second_of_two_ranks() -> RankPipe:
+def second_of_two_ranks() -> Pipe:
     """It has two of four partitions."""
     coords = RankCoords(None, None, CPU, workers=(0, 1, 0, 1), rank=1, ranks=2, replica=0, replicas=1)  # type: ignore[arg-type]
-    return RankPipe(
+    return rank_pipe(
         nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))),
         [1] * 4,
         coords,

@@ -20,7 +20,7 @@ from gpipe_cli.distributed import gradient_buckets
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.update import Update
 from gpipe_cli.engines.weight_average import exchange_weights
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.layer import replica_key
 from tests.distributed.cases import AVERAGED, MOMENTUM, Case, CaseResult, run
 from tests.distributed.own_order import THERE_AND_BACK
@@ -270,7 +270,7 @@ def test_what_a_layer_raises_comes_out_as_it_is_with_its_place(rank_folder: Rank
 
 def replicas_alone(case: Case) -> EngineState:
     """The state of two replicas that sum their gradients, computed by plain code in one process."""
-    pipes = [PlainPipe(make(case.task, 1).model, chunks=case.chunks) for _ in range(2)]
+    pipes = [plain_pipe(make(case.task, 1).model, chunks=case.chunks) for _ in range(2)]
     parameters, loss = list(pipes[0].parameters()), make(case.task, 1).loss
     make_optimizer = case.objective(loss, make(case.task, 1).model).optimizer
     assert make_optimizer is not None

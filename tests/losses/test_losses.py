@@ -24,7 +24,7 @@ from gpipe_cli.losses.cross_entropy import AuxiliaryCrossEntropy, CrossEntropy, 
 from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.losses.mse import MeanSquaredError
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 
 TARGET = torch.tensor([0, 2, 1, 2])
 FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "loss").glob("*.yaml"))
@@ -100,7 +100,7 @@ def test_loss_gradient_and_measures_do_not_depend_on_the_micro_batches(
 
 def _in_micro_batches(loss: Any, output: Tensor, target: Tensor, chunks: int) -> tuple[Tensor, Tensor]:
     input = output.clone().requires_grad_()
-    total = PlainPipe(nn.Sequential(nn.Identity()), chunks=chunks).step(input, target, loss, key=0)
+    total = plain_pipe(nn.Sequential(nn.Identity()), chunks=chunks).step(input, target, loss, key=0)
     assert isinstance(total, Tensor) and input.grad is not None
     return total, input.grad
 

@@ -18,7 +18,7 @@ from gpipe_cli import GPipe
 from gpipe_cli.losses.cross_entropy import CrossEntropy, TokenCrossEntropy
 from gpipe_cli.losses.dice import Dice
 from gpipe_cli.models import amoebanetd, gpt, mlp, unet
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.sequential import partition_uniform
 
 Task = tuple[nn.Sequential, Tensor, Tensor, Callable[..., Tensor]]
@@ -83,7 +83,7 @@ def runs(task: Callable[[], Task]) -> Any:
     torch.manual_seed(0)
     model, input, target, loss = task()
     start = copy.deepcopy(model.state_dict())
-    expected = tensors_of(model, two_steps(PlainPipe(model, chunks=CHUNKS), input, target, loss))
+    expected = tensors_of(model, two_steps(plain_pipe(model, chunks=CHUNKS), input, target, loss))
     for partitions in (2, 4):
         balance = [len(part) for part in partition_uniform(model, partitions)]
         for checkpoint in ("always", "except_last", "never"):

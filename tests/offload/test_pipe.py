@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.offload import OffloadModel
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_outputs_and_all_gradients_are_those_of_a_plain_model(
     )
     mine, theirs = rows(), rows()
     for step in range(2):  # the second adds to the gradients of the first
-        output, expected = offloaded(mine), PlainPipe(plain, chunks=micro_batches)(theirs)
+        output, expected = offloaded(mine), plain_pipe(plain, chunks=micro_batches)(theirs)
         assert output.shape == (8, 1) and torch.equal(output, expected), step
         output.square().mean().backward()
         expected.square().mean().backward()

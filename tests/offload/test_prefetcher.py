@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ResourceError
-from gpipe_cli.offload.pipe import OffloadedPipe
+from gpipe_cli.offload.pipe import offloaded_pipe
 from gpipe_cli.offload.prefetcher import InputStore, SlicePrefetcher
 from gpipe_cli.offload.slices import Part, SlicedParameters
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
@@ -74,7 +74,7 @@ def make_prefetcher(module: nn.Sequential, tier: Tier, **settings: Any) -> Slice
 def step(
     module: nn.Sequential, prefetcher: SlicePrefetcher, recorder: Any = None, checkpoint: str = "always"
 ) -> None:
-    pipe = OffloadedPipe(
+    pipe = offloaded_pipe(
         module, [1] * len(module), devices=[CPU], stores=[prefetcher], chunks=2, checkpoint=checkpoint
     )
     pipe.recorder = recorder
@@ -102,10 +102,10 @@ def test_a_backward_in_one_thread_took_all_partitions_from_the_first_workers_sto
         stores = [
             SlicePrefetcher({index: slices[index] for index in own}, tier, CPU) for own in ([0, 2], [1])
         ]
-        pipe = OffloadedPipe(
+        pipe = offloaded_pipe(
             module, [1, 1, 1], devices=[CPU, CPU], stores=stores, schedule="interleaved", chunks=2
         )
-        pipe._executor._backward_in_caller = in_caller
+        pipe._runner._backward_in_caller = in_caller
         input = torch.ones(4, 4, requires_grad=True)
         pipe(input).square().mean().backward()
         results.append([input.grad, *(parameter.grad for parameter in module.parameters())])

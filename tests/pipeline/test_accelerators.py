@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator import copies, streams
-from gpipe_cli.pipeline.gpipe import PlainPipe, ThreadedPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.schedule import order
 from gpipe_cli.schedule.files import FixedOrder
 from tests.accelerator.simulator import Simulator
@@ -41,7 +42,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 4, generator=generator)
 
 
-def run(pipe: ThreadedPipe, how: str) -> list[Tensor]:
+def run(pipe: Pipe, how: str) -> list[Tensor]:
     """Loss and gradients of two mini-batches, on the CPU. All that is queued here is queued on the current streams."""
     input, target = batch()
     # A product, so that the input is the result of a kernel and not of a copy, which may wait on the host.
@@ -256,7 +257,7 @@ def test_a_layer_that_names_no_device_index_used_the_first_device(
 
 def test_one_partition_in_the_calling_thread_runs_on_its_device(accelerators: list[torch.device]) -> None:
     place, device = Place(accelerators[0].type), accelerators[1]
-    pipe = PlainPipe(nn.Sequential(nn.Linear(6, 4), place).to(device), chunks=2, device=device)
+    pipe = plain_pipe(nn.Sequential(nn.Linear(6, 4), place).to(device), chunks=2, device=device)
     run(pipe, "step")
     assert place.places == {device} and torch.accelerator.current_device_index() == 0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 
 MODES = ["always", "except_last", "never"]
 
@@ -248,7 +248,7 @@ def test_an_identity_that_autograd_sees_as_such_passes(pipe: GPipe) -> None:
 def test_the_input_of_a_step_gets_its_gradient_too(checkpoint: str) -> None:
     inputs = [torch.linspace(0, 1, 21).reshape(7, 3).double().requires_grad_() for _ in range(2)]
     with GPipe(model(), [2, 3], chunks=3, checkpoint=checkpoint, schedule="1f1b") as pipe:
-        for each, input in zip((pipe, PlainPipe(model(), chunks=3)), inputs, strict=True):
+        for each, input in zip((pipe, plain_pipe(model(), chunks=3)), inputs, strict=True):
             each.step(input, torch.zeros(7, 2).double(), functional.mse_loss)
     assert torch.equal(inputs[0].grad, inputs[1].grad)
 
@@ -258,7 +258,7 @@ def test_the_backward_that_cuda_needs_gives_the_same_bits() -> None:
     results = []
     for in_caller in (False, True):
         with GPipe(model(), [1, 2, 2], chunks=3) as pipe:
-            pipe._executor._backward_in_caller = in_caller
+            pipe._runner._backward_in_caller = in_caller
             pipe(torch.ones(7, 3).double()).square().sum().backward()
             results.append(gradients(pipe))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -51,13 +51,13 @@ class SelfAttention(nn.Module):
 
 def make_pipe(model: nn.Sequential, plain: bool) -> Any:
     if plain:
-        return PlainPipe(model, chunks=2)
+        return plain_pipe(model, chunks=2)
     pipe = GPipe(model, [1, 1], chunks=2)
     pipe.step_timeout = 20
     return pipe
 
 
-both_pipes = pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "PlainPipe"])
+both_pipes = pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
 
 
 @both_pipes
@@ -132,7 +132,7 @@ def test_a_pipe_that_evaluated_in_inference_mode_can_be_trained_afterwards() -> 
         pipe.train()
         pipe.load_state_dict(twin.state_dict())
         pipe.step(input, target, functional.mse_loss, key=0)
-    PlainPipe(twin, chunks=2).step(input, target, functional.mse_loss, key=0)
+    plain_pipe(twin, chunks=2).step(input, target, functional.mse_loss, key=0)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
 
@@ -217,7 +217,7 @@ def test_gradients_are_right_under_saved_tensor_hooks_that_copy(checkpoint: str)
     )
     with GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint) as pipe, hooks:
         pipe.step(input, target, functional.mse_loss)
-    PlainPipe(twin, chunks=2).step(input, target, functional.mse_loss)
+    plain_pipe(twin, chunks=2).step(input, target, functional.mse_loss)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_cli import GPipe, current_microbatch
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.torch_internals.tensors import copy_memory
 
@@ -262,7 +262,7 @@ def test_a_buffer_that_layers_do_not_change_has_one_copy_for_all_micro_batches()
     with GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Masked()), [2], chunks=4, checkpoint="always") as pipe:
         for _ in range(2):
             pipe.step(*batch(), functional.mse_loss)
-        state = pipe._executor.partitions[0].state
+        state = pipe._runner.partitions[0].state
         assert len(state._copies) == 1 and all(copy is not None for copy in state._copies.values())
 
 
@@ -800,7 +800,7 @@ def test_a_micro_batch_that_is_not_split_among_others_keeps_the_order_of_sums(in
 def test_a_graph_that_can_run_in_halves_still_does() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     with GPipe(model, [1, 1], schedule="zero_bubble", checkpoint="never") as pipe:
-        partition = pipe._executor.partitions[1]
+        partition = pipe._runner.partitions[1]
         split: list[bool] = []
         original = type(partition).backward_weights
 
@@ -888,5 +888,5 @@ def test_the_pipe_without_partitions_is_the_plain_sequence_too() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Count("data", 1), Lstm())
     plain = copy.deepcopy(model)
     expected = plain_steps(plain, functional.mse_loss, 3, 4)
-    assert all(map(torch.equal, pipe_steps(PlainPipe(model, chunks=4), functional.mse_loss, 3), expected))
+    assert all(map(torch.equal, pipe_steps(plain_pipe(model, chunks=4), functional.mse_loss, 3), expected))
     assert_same(model, plain)

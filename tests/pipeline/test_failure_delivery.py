@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
+from gpipe_cli.pipeline.pipe import Pipe
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]
 CALLS = ["step", "backward"]
@@ -124,7 +125,7 @@ class Slotted(Exception):
     __notes__ = ()
 
 
-def run(pipe: GPipe | PlainPipe, call: str) -> None:
+def run(pipe: Pipe, call: str) -> None:
     input, target = torch.arange(8.0).reshape(4, 2) / 8, torch.ones(4, 2)
     if call == "step":
         pipe.step(input, target, functional.mse_loss, key=0)
@@ -132,7 +133,7 @@ def run(pipe: GPipe | PlainPipe, call: str) -> None:
         functional.mse_loss(pipe(input), target).backward()
 
 
-def gradients(pipe: GPipe | PlainPipe) -> list[Tensor]:
+def gradients(pipe: Pipe) -> list[Tensor]:
     return [leaf.grad.clone() for leaf in pipe.parameters() if leaf.grad is not None]
 
 
@@ -250,7 +251,7 @@ def test_an_exception_that_cannot_be_noted_or_shown_still_arrives(
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_the_plain_pipe_raises_it_too(error: type[Exception], phase: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), Applied(Saving), nn.Linear(2, 2))
-    pipe = PlainPipe(model, chunks=2)
+    pipe = plain_pipe(model, chunks=2)
     if phase == "backward":
         handle = model[0].weight.register_hook(raising(error))
     else:

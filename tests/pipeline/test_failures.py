@@ -19,7 +19,7 @@ from gpipe_cli import GPipe, current_microbatch, is_recomputing
 from gpipe_cli.errors import StepTimeout
 from gpipe_cli.pipeline.action_loop import ActionLoop
 from gpipe_cli.pipeline.failures import add_note
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 
 
 class Ouch(Exception):
@@ -325,7 +325,7 @@ def test_an_error_that_cannot_be_described_reaches_the_caller_all_the_same(backw
     error = Unspeakable()
     for each in (
         GPipe(nn.Sequential(nn.Linear(2, 2), Fails(), nn.Linear(2, 2)), [1, 2], chunks=2),
-        PlainPipe(nn.Sequential(nn.Linear(2, 2), Fails()), chunks=2),
+        plain_pipe(nn.Sequential(nn.Linear(2, 2), Fails()), chunks=2),
     ):
         caught: BaseException | None = None
         try:

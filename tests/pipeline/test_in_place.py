@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
@@ -287,7 +287,7 @@ def test_a_parameter_changed_between_forward_and_backward_raises(
 def test_a_parameter_changed_after_backward_does_not_raise(checkpoint: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
-    plain = PlainPipe(copy.deepcopy(model), chunks=2)
+    plain = plain_pipe(copy.deepcopy(model), chunks=2)
     with GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint) as pipe:
         for each in (pipe, plain):
             optimizer = torch.optim.SGD(each.parameters(), 0.1)

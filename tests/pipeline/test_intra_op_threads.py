@@ -5,10 +5,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
+from gpipe_cli.pipeline.gpipe import GPipe, plain_pipe
+from gpipe_cli.pipeline.pipe import Pipe
 
 
-def gradients(pipe: GPipe | PlainPipe) -> dict[str, Tensor]:
+def gradients(pipe: Pipe) -> dict[str, Tensor]:
     torch.manual_seed(0)
     input, target = torch.randn(8, 3, 8, 8), torch.randint(10, (8,))
     with pipe:
@@ -27,7 +28,7 @@ def test_a_convolution_alone_in_a_worker_gives_the_bits_of_the_callers_thread_co
 ) -> None:
     """torch hands its thread count to a new thread only at that thread's first parallel loop of its own; a
     worker that began with a convolution ran it on every core, and its weight gradient had other bits."""
-    expected = gradients(PlainPipe(convolution()))
+    expected = gradients(plain_pipe(convolution()))
     actual = gradients(GPipe(convolution(), balance, devices=["cpu"] * len(balance)))
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():

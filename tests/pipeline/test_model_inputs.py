@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.offload import OffloadModel
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pytree import map_tensors
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 from tests.distributed.tasks import Task, make
@@ -21,7 +21,7 @@ from tests.distributed.tasks import Task, make
 CHUNKS = 3
 CPU = torch.device("cpu")
 PIPES: dict[str, Callable[[nn.Sequential], Any]] = {
-    "one partition": lambda module: PlainPipe(module, chunks=CHUNKS),
+    "one partition": lambda module: plain_pipe(module, chunks=CHUNKS),
     "four partitions": lambda module: GPipe(module, [1, 3, 1, 3], chunks=CHUNKS),
     "recomputed": lambda module: GPipe(module, [2, 4, 2], chunks=CHUNKS, checkpoint="always"),
     "a partition per layer": lambda module: GPipe(module, [1] * 8, chunks=CHUNKS, schedule="1f1b"),

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,10 +26,10 @@ def model() -> nn.Sequential:
 
 def make_pipe(plain: bool, module: nn.Sequential | None = None) -> Any:
     module = model() if module is None else module
-    return PlainPipe(module, chunks=2) if plain else GPipe(module, [2, 2], chunks=2)
+    return plain_pipe(module, chunks=2) if plain else GPipe(module, [2, 2], chunks=2)
 
 
-both_pipes = pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "PlainPipe"])
+both_pipes = pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
 
 
 @both_pipes

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.layer import UnkeyedRandomWarning
 
 
@@ -21,7 +21,7 @@ def test_loss_and_gradients_of_uneven_micro_batches_are_those_of_the_whole_batch
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     input, target = torch.randn(10, 4).double(), torch.randint(3, (10,))
-    loss = PlainPipe(model, chunks=4).step(input, target, functional.cross_entropy)
+    loss = plain_pipe(model, chunks=4).step(input, target, functional.cross_entropy)
     by_chunks = gradients(model)
     model.zero_grad()
     whole = functional.cross_entropy(model(input), target)
@@ -64,7 +64,7 @@ class FailsInBackward(nn.Module):
 def test_an_error_says_which_layer_it_comes_from(
     layer: nn.Module, error: type[Exception], place: str
 ) -> None:
-    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2), layer, nn.Linear(2, 2)), chunks=2)
+    pipe = plain_pipe(nn.Sequential(nn.Linear(2, 2), layer, nn.Linear(2, 2)), chunks=2)
     with pytest.raises(error) as caught:
         pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
     assert caught.value.__notes__ == [place]
@@ -88,7 +88,7 @@ def test_the_calling_thread_runs_every_layer_and_each_backward_before_the_next_f
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return Recording.apply(input)
 
-    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2), Recorder()), chunks=2)
+    pipe = plain_pipe(nn.Sequential(nn.Linear(2, 2), Recorder()), chunks=2)
     pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
     assert calls == [("forward", threading.main_thread()), ("backward", threading.main_thread())] * 2
 
@@ -101,7 +101,7 @@ def test_the_key_alone_decides_every_random_number() -> None:
         nn.AlphaDropout(0.2),
         nn.RReLU(),
     )
-    pipe = PlainPipe(model, chunks=3)
+    pipe = plain_pipe(model, chunks=3)
     input, target = torch.randn(7, 5, 4), torch.randn(7, 5, 8)
 
     def outputs(key: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ def test_the_key_alone_decides_every_random_number() -> None:
 
 
 def test_without_a_key_manual_seed_governs_the_step() -> None:
-    pipe = PlainPipe(nn.Sequential(nn.Dropout(0.5)), chunks=2)
+    pipe = plain_pipe(nn.Sequential(nn.Dropout(0.5)), chunks=2)
     input = torch.ones(8, 8)
     outputs = []
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_different_layers_and_micro_batches_draw_different_masks() -> None:
             return input
 
     model = nn.Sequential(Keep(), Keep())
-    PlainPipe(model, chunks=2)(torch.zeros(2, 1))
+    plain_pipe(model, chunks=2)(torch.zeros(2, 1))
     masks = [tuple(mask.tolist()) for layer in model for mask in layer.masks]
     assert len(set(masks)) == 4
 
@@ -148,7 +148,7 @@ def test_every_random_function_without_a_generator_of_its_own_is_keyed() -> None
             noise = noise + torch.randn_like(input) + torch.rand_like(input) + torch.randint_like(input, 3)
             return input + noise + torch.normal(0.0, 1.0, shape) + torch.bernoulli(torch.full(shape, 0.5))
 
-    pipe = PlainPipe(nn.Sequential(Noise()))
+    pipe = plain_pipe(nn.Sequential(Noise()))
     loss = [pipe.step(torch.ones(4, 4, requires_grad=True), torch.zeros(4, 4), functional.mse_loss, key=5)]
     loss.append(
         pipe.step(torch.ones(4, 4, requires_grad=True), torch.zeros(4, 4), functional.mse_loss, key=5)
@@ -161,7 +161,7 @@ def test_a_generator_of_the_layers_own_is_told_by_the_layers_name_and_only_once(
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return input + torch.rand(input.shape, generator=torch.Generator())
 
-    pipe = PlainPipe(nn.Sequential(nn.Dropout(), Own()), chunks=2)
+    pipe = plain_pipe(nn.Sequential(nn.Dropout(), Own()), chunks=2)
     with pytest.warns(
         UnkeyedRandomWarning, match=r"layer '1' \(Own\) .* a torch\.Generator of its own"
     ) as warned:
@@ -172,7 +172,7 @@ def test_a_generator_of_the_layers_own_is_told_by_the_layers_name_and_only_once(
 
 def test_a_layer_that_begins_to_draw_later_is_keyed_from_its_first_draw() -> None:
     dropout = nn.Dropout(0.0)
-    pipe = PlainPipe(nn.Sequential(dropout))
+    pipe = plain_pipe(nn.Sequential(dropout))
     input = torch.ones(8, 8)
     pipe(input)
     dropout.p = 0.5
@@ -185,11 +185,11 @@ def test_a_layer_that_begins_to_draw_later_is_keyed_from_its_first_draw() -> Non
 
 def test_target_and_input_of_different_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must agree on the batch size \(target: 3, input: 4"):
-        PlainPipe(nn.Sequential(nn.Identity())).step(torch.ones(4, 1), torch.ones(3, 1), functional.mse_loss)
+        plain_pipe(nn.Sequential(nn.Identity())).step(torch.ones(4, 1), torch.ones(3, 1), functional.mse_loss)
 
 
 def test_a_loss_of_more_than_one_number_is_refused() -> None:
-    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2)))
+    pipe = plain_pipe(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"loss_fn must give one number per call, got a tensor of shape \(4"):
         pipe.step(torch.ones(4, 2), torch.ones(4, 2), lambda output, target: output - target)
 
@@ -200,7 +200,7 @@ def test_a_loss_that_begins_to_draw_is_keyed_from_its_first_draw() -> None:
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return functional.mse_loss(output + (torch.rand_like(output) if noise[0] else 0.0), target)
 
-    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2)), chunks=2)
+    pipe = plain_pipe(nn.Sequential(nn.Linear(2, 2)), chunks=2)
     batch = torch.ones(4, 2), torch.ones(4, 2)
     pipe.step(*batch, loss_fn, key=1)
     noise[0] = 1.0

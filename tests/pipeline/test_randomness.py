@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
+from gpipe_cli.pipeline.pipe import Pipe
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,7 +53,7 @@ def pipe_with_dropout() -> GPipe:
     return pipe
 
 
-def steps(pipe: GPipe | PlainPipe, count: int) -> list[bytes]:
+def steps(pipe: Pipe, count: int) -> list[bytes]:
     input, target = torch.linspace(-1, 1, 16).reshape(4, 4), torch.ones(4, 4)
     results = []
     for key in range(count):
@@ -64,20 +65,20 @@ def steps(pipe: GPipe | PlainPipe, count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(8), lambda: torch.manual_seed(1)], ids=["rand", "seed"])
-@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "PlainPipe"])
+@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
 def test_another_threads_draws_neither_fail_nor_change_a_step(
     draw: Callable[[], object], plain: bool
 ) -> None:
     """200 of 200 steps raised GeneratorMoved while a prefetcher drew."""
-    expected = steps(PlainPipe(model_with_dropout(), chunks=2), 20)
-    pipe = PlainPipe(model_with_dropout(), chunks=2) if plain else pipe_with_dropout()
+    expected = steps(plain_pipe(model_with_dropout(), chunks=2), 20)
+    pipe = plain_pipe(model_with_dropout(), chunks=2) if plain else pipe_with_dropout()
     with pipe, drawing(draw):
         assert steps(pipe, 20) == expected
 
 
 def test_two_pipes_in_two_threads_do_not_disturb_each_other() -> None:
     """66 of 100 steps raised."""
-    expected = steps(PlainPipe(model_with_dropout(), chunks=2), 20)
+    expected = steps(plain_pipe(model_with_dropout(), chunks=2), 20)
 
     # Made one after the other: the seed of their parameters is the whole process's.
     pipes = [pipe_with_dropout(), pipe_with_dropout()]
@@ -144,12 +145,12 @@ class OwnGenerator(nn.Module):
 
 
 @pytest.mark.parametrize("noise", [NumpyNoise, OwnGenerator], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "PlainPipe"])
+@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
 def test_a_layer_that_draws_past_its_key_is_warned_of_once_by_name(
     noise: type[nn.Module], plain: bool
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), noise(), nn.Linear(4, 4))
-    pipe = PlainPipe(model, chunks=2) if plain else GPipe(model, [2, 2], chunks=2, checkpoint="never")
+    pipe = plain_pipe(model, chunks=2) if plain else GPipe(model, [2, 2], chunks=2, checkpoint="never")
     with pipe, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         steps(pipe, 4)

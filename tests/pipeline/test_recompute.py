@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe, current_microbatch, is_checkpointing, is_recomputing
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 
 
 class Spy(nn.Module):
@@ -105,7 +105,7 @@ def test_a_first_layer_may_work_in_place(checkpoint: str) -> None:
     with GPipe(model, [1, 1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
         for key in range(3):
             pipe.step(input, target, functional.mse_loss, key=key)
-    plain = PlainPipe(twin, chunks=3)
+    plain = plain_pipe(twin, chunks=3)
     for key in range(3):
         plain.step(input, target, functional.mse_loss, key=key)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
@@ -179,7 +179,7 @@ def test_no_buffer_changes_in_recomputation_and_gradients_are_those_of_the_forwa
     """In torchgpipe batch norm counted 4 updates for 2 micro-batches."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), stateful(), nn.Linear(2, 2)).double()
-    plain = PlainPipe(copy.deepcopy(model), chunks=2)
+    plain = plain_pipe(copy.deepcopy(model), chunks=2)
     input, target = torch.randn(6, 2).double(), torch.randn(6, 2).double()
     with GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint) as pipe:
         for key in range(3):
@@ -239,7 +239,7 @@ def test_recomputation_happens_under_the_forwards_autocast(call: str) -> None:
 def test_under_autocast_the_bits_are_those_of_the_plain_sequence() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
-    plain = PlainPipe(copy.deepcopy(model), chunks=3)
+    plain = plain_pipe(copy.deepcopy(model), chunks=3)
     input, target = torch.randn(9, 8), torch.randn(9, 2)
     with GPipe(model, [2, 3], chunks=3, checkpoint="always") as pipe, torch.autocast("cpu", torch.bfloat16):
         losses = [each.step(input, target, functional.mse_loss, key=0) for each in (pipe, plain)]
@@ -260,7 +260,7 @@ def test_layers_that_write_their_input_give_the_same_bits_wherever_a_micro_batch
     torch.manual_seed(0)
     model = nn.Sequential(Scale(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
     input, target = torch.randn(7, 5), torch.randn(7, 3)
-    plain = PlainPipe(copy.deepcopy(model), chunks=3)
+    plain = plain_pipe(copy.deepcopy(model), chunks=3)
     with GPipe(model, [4], chunks=3, checkpoint="always") as pipe:
         for key in range(2):  # a pipe observes its layers in the first step
             for each in (plain, pipe):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe, current_microbatch, is_recomputing
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.skip import Namespace, pop, skippable, stash
 
 MODES = ["always", "except_last", "never"]
@@ -54,7 +54,7 @@ class Nested(nn.Module):
 
 
 def assert_equal_to_plain(model: nn.Sequential, pipe: GPipe) -> None:
-    plain = PlainPipe(copy.deepcopy(model), chunks=pipe.chunks)
+    plain = plain_pipe(copy.deepcopy(model), chunks=pipe.chunks)
     input, target = torch.randn(6, 4), torch.randn(6, 4)
     for key in range(2):
         losses = [each.step(input, target, functional.mse_loss, key=key) for each in (pipe, plain)]
@@ -229,7 +229,7 @@ def test_a_dictionary_of_skips_between_partitions_is_an_error_that_says_what_to_
 
 def test_within_one_partition_the_dictionary_survives_checkpointing() -> None:
     model, _ = with_dictionary()
-    plain = PlainPipe(with_dictionary()[0], chunks=2)
+    plain = plain_pipe(with_dictionary()[0], chunks=2)
     input, target = torch.randn(6, 4), torch.randn(6, 4)
     with GPipe(model, [1, 3], chunks=2, checkpoint="always") as pipe:
         losses = [each.step(input, target, functional.mse_loss, key=0) for each in (pipe, plain)]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.boundary import GradSink, PartitionInput, enter, roots_of
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.split_backward import SplitBackward
 from gpipe_cli.pytree import SINGLE
 
@@ -85,7 +85,7 @@ def test_zero_bubble_gives_the_gradients_of_the_plain_sequence(
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.Dropout(0.2), nn.LayerNorm(6), nn.ReLU(inplace=True), nn.Linear(6, 3)]
     model = nn.Sequential(*layers).double()
-    plain = PlainPipe(copy.deepcopy(model), chunks=chunks)
+    plain = plain_pipe(copy.deepcopy(model), chunks=chunks)
     input, target = torch.randn(16, 6).double(), torch.randn(16, 3).double()
     with GPipe(model, balance, chunks=chunks, checkpoint=checkpoint, schedule="zero_bubble") as pipe:
         for key in range(2):

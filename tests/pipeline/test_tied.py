@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.partitioning import move_to_devices
 
 CHUNKS = 2
@@ -32,8 +32,8 @@ def tied_model() -> nn.Sequential:
 
 
 def make_pipe(kind: str, model: nn.Sequential) -> Any:
-    if kind == "PlainPipe":
-        return PlainPipe(model, chunks=CHUNKS)
+    if kind == "plain_pipe":
+        return plain_pipe(model, chunks=CHUNKS)
     pipe = GPipe(model, [1, 2], chunks=CHUNKS, checkpoint=kind)
     pipe.step_timeout = 20
     return pipe
@@ -59,7 +59,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
 
-every_pipe = pytest.mark.parametrize("kind", ["PlainPipe", "always", "never"])
+every_pipe = pytest.mark.parametrize("kind", ["plain_pipe", "always", "never"])
 every_call = pytest.mark.parametrize("call", CALLS)
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import gpipe_cli
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
@@ -115,7 +115,7 @@ def test_any_value_passes_between_layers_and_partitions(kind: str, checkpoint: s
             pipe.step_timeout = 20
             for _ in range(2):
                 same(expected, step_result(pipe, input))
-    same(expected, step_result(PlainPipe(model, chunks=2), input))
+    same(expected, step_result(plain_pipe(model, chunks=2), input))
 
 
 OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
@@ -129,13 +129,13 @@ OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "PlainPipe"])
+@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
 def test_any_value_leaves_the_pipe_in_the_container_it_came_in(kind: str, plain: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), Do(OUTPUTS[kind]))
     input = torch.randn(4, 3)
     expected = model(input)
-    pipe = PlainPipe(model, chunks=2) if plain else GPipe(model, [1, 1], chunks=2)
+    pipe = plain_pipe(model, chunks=2) if plain else GPipe(model, [1, 1], chunks=2)
     with pipe:
         same(expected, pipe(input))
         _, output = pipe.step(
@@ -187,7 +187,7 @@ class Add(nn.Module):
 @pytest.mark.parametrize(
     "form", [tuple, list, lambda pair: dict(zip("ab", pair, strict=True)), lambda p: Point(*p)]
 )
-@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "PlainPipe"])
+@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
 def test_several_inputs_are_given_as_one_value(form: Callable[[Any], Any], plain: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Add(), nn.Linear(3, 3))
@@ -195,7 +195,7 @@ def test_several_inputs_are_given_as_one_value(form: Callable[[Any], Any], plain
     expected = torch.cat(
         [model(pair) for pair in zip(*(each.tensor_split(2) for each in inputs), strict=True)]
     )
-    pipe = PlainPipe(model, chunks=2) if plain else GPipe(model, [1, 1], chunks=2)
+    pipe = plain_pipe(model, chunks=2) if plain else GPipe(model, [1, 1], chunks=2)
     with pipe:
         same(expected.detach(), pipe(form(inputs)).detach())
         pipe.step(form(inputs), torch.zeros(5, 3), functional.mse_loss, key=0)
@@ -218,7 +218,7 @@ def test_an_input_may_carry_passengers() -> None:
         assert torch.equal(pipe({"x": torch.ones(4, 3), "n": 2, "flag": None}), torch.full((4, 3), 2.0))
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "PlainPipe"])
+@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_tensor_that_is_not_to_be_split_reaches_every_micro_batch_whole(
     plain: bool, requires_grad: bool
@@ -231,7 +231,7 @@ def test_a_tensor_that_is_not_to_be_split_reaches_every_micro_batch_whole(
         return value[0] * value[1]
 
     model = nn.Sequential(Do(masked), nn.Linear(3, 3))
-    pipe = PlainPipe(model, chunks=2) if plain else GPipe(model, [1, 1], chunks=2)
+    pipe = plain_pipe(model, chunks=2) if plain else GPipe(model, [1, 1], chunks=2)
     input = torch.randn(4, 3)
     with pipe:
         output = pipe((input, gpipe_cli.NoChunk(mask)))
@@ -270,12 +270,12 @@ def test_a_step_takes_a_tensor_that_is_not_to_be_split(checkpoint: str) -> None:
     ],
     ids=["other rows", "other rows in a dict", "no dimensions", "a set of tensors", "a str", "None"],
 )
-@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "PlainPipe"])
+@pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
 def test_what_cannot_be_split_is_refused_by_its_place_and_reason(
     value: Any, words: list[str], plain: bool
 ) -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
-    pipe = PlainPipe(model, chunks=2) if plain else GPipe(model, [1, 1], chunks=2)
+    pipe = plain_pipe(model, chunks=2) if plain else GPipe(model, [1, 1], chunks=2)
     with pipe, pytest.raises(TypeError) as caught:
         pipe(value)
     for word in words:
@@ -396,7 +396,7 @@ def test_the_plain_pipe_takes_a_step_with_a_computed_input(chunks: int) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     leaf, target = torch.randn(6, 3), torch.randn(6, 3)
     gradients = []
-    for pipe in (PlainPipe(model, chunks=chunks), GPipe(model, [1, 2], chunks=chunks)):
+    for pipe in (plain_pipe(model, chunks=chunks), GPipe(model, [1, 2], chunks=chunks)):
         mine = leaf.clone().requires_grad_()
         pipe.step(mine.exp(), target, functional.mse_loss, key=0)
         gradients.append(mine.grad)

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.torch_internals.keyed_random import (
     BACKWARD,
     PROBABILITIES,
@@ -324,7 +324,7 @@ def test_a_compiled_layer_draws_under_its_key_without_being_compiled_anew() -> N
     def losses() -> list[float]:
         torch.manual_seed(0)
         layer = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Dropout()), backend="eager")
-        pipe = PlainPipe(nn.Sequential(layer, nn.Linear(8, 2)), chunks=4)
+        pipe = plain_pipe(nn.Sequential(layer, nn.Linear(8, 2)), chunks=4)
         return [float(pipe.step(torch.ones(8, 8), torch.zeros(8, 2), mse_loss, key=key)) for key in (1, 2, 1)]
 
     compiled = losses()

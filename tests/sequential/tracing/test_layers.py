@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pytree import flatten
 from gpipe_cli.sequential import to_sequential
 
@@ -86,7 +86,7 @@ def test_layers_after_the_end_of_a_mode_pass_its_outputs_on(training: bool) -> N
 def test_the_loss_of_a_step_receives_the_dict(schedule: str) -> None:
     original, input, target = Heads().train(), torch.randn(6, 4), torch.randn(6, 2)
     sequence = to_sequential(copy.deepcopy(original), input)
-    plain = PlainPipe(to_sequential(original, input), chunks=2)
+    plain = plain_pipe(to_sequential(original, input), chunks=2)
     expected = plain.step(input, target, summed, key=0, return_output=True)
     with GPipe(sequence, [2, len(sequence) - 2], devices=["cpu"] * 2, chunks=2, schedule=schedule) as pipe:
         loss, output = pipe.step(input, target, summed, key=0, return_output=True)
