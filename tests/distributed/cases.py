@@ -15,16 +15,28 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.engines import processes, single
 from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import EngineState
+from gpipe_cli.plan.order_candidates import with_joined_backwards
 from gpipe_cli.pytree import map_tensors
+from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.action import Checkpoint
+from gpipe_cli.schedule.files import FixedOrder
+from gpipe_cli.schedule.orders import zero_bubble_v
 from gpipe_cli.sequential import partition_uniform
-from tests.distributed.own_order import THERE_AND_BACK, schedule_called
 from tests.distributed.tasks import make
 
 CPU = torch.device("cpu")
 MOMENTUM = "SGD with momentum"
 AVERAGED = " in groups, averaged"
 """Follows the name of an optimizer."""
+THERE_AND_BACK = "there and back"
+"""In place of the name of a schedule: two partitions per rank, there and back, some backwards whole and some split."""
+
+
+def schedule_called(name: str, ranks: int, chunks: int) -> str | ScheduleModule:
+    if name != THERE_AND_BACK:
+        return name
+    whole = [partition % (chunks + 1) for partition in range(2 * ranks)]
+    return FixedOrder(name, with_joined_backwards(zero_bubble_v(2 * ranks, chunks, ranks), whole))
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from gpipe_cli.schedule import traits
 from gpipe_cli.sequential.by_list import partition_uniform
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.training.loop import Position
-from tests.distributed.own_order import THERE_AND_BACK, schedule_called
+from tests.distributed.cases import THERE_AND_BACK, schedule_called
 from tests.distributed.posted_operations import recording
 from tests.distributed.rendezvous import Operation, Program
 from tests.support.forked_ranks import run_ranks

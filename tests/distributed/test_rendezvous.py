@@ -13,7 +13,7 @@ import pytest
 from gpipe_cli.distributed.function_pipeline import Peer
 from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.schedule import names, traits
-from tests.distributed.own_order import THERE_AND_BACK
+from tests.distributed.cases import THERE_AND_BACK
 from tests.distributed.rendezvous import RECEIVE, SEND, WAIT, Batch, Deadlock, Mismatch, Operation, run
 from tests.distributed.scenarios import MODELS, OWN_LOOP, Scenario, record
 

@@ -22,8 +22,7 @@ from gpipe_cli.engines.update import Update
 from gpipe_cli.engines.weight_average import exchange_weights
 from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.layer import replica_key
-from tests.distributed.cases import AVERAGED, MOMENTUM, Case, CaseResult, run
-from tests.distributed.own_order import THERE_AND_BACK
+from tests.distributed.cases import AVERAGED, MOMENTUM, THERE_AND_BACK, Case, CaseResult, run
 from tests.distributed.rank_pool import load_notes, load_result, load_whole, run_cases
 from tests.distributed.tasks import make
 
