@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,34 +37,6 @@ def test_info_takes_a_topic_or_none() -> None:
 
 def test_an_equals_sign_in_an_override_is_left_alone() -> None:
     assert parse(["model.name=a=b"]).words == ("model.name=a=b",)
-
-
-@pytest.mark.parametrize("flag", ["--experimental-rerun", "--config-path", "--jason", "-x"])
-def test_an_unknown_flag_is_refused_by_name(flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown flag {flag}; "):
-        parse([flag])
-
-
-def test_a_flag_without_its_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--config-dir needs a value"):
-        parse(["--config-dir", "--json"])
-    with pytest.raises(ConfigError, match="--json takes no value"):
-        parse(["--json=yes"])
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("-m --cfg job", "--multirun and --cfg exclude each other"),
-        ("--cfg jop", "--cfg jop: did you mean 'job'?"),
-        ("--resolve", "--resolve needs --cfg"),
-        ("--cfg job --json", "--json has no effect with --cfg"),
-        ("--info --dry-run", "--dry-run has no effect with --info"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_refused(words: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        parse(words.split())
 
 
 @pytest.mark.parametrize(
@@ -110,23 +80,3 @@ def test_the_words_after_help_are_searched_for() -> None:
     assert parse(["-h", "--json", "lr", "model=hf"]).search == "lr"
     assert parse(["folder", "--help"], command="runs").search == ""
     assert parse(["--help", "watch"], command="runs").search == "watch"
-
-
-@pytest.mark.parametrize(
-    ("words", "cure"),
-    [
-        ("--epochs 5", "did you mean epochs=5?"),
-        ("--epochs=5", "did you mean epochs=5?"),
-        ("--batch-size 32 --json", "did you mean batch_size=32?"),
-        ("--lr 0.1", "did you mean optimizer.lr=0.1?"),
-        ("--model resnet50", "did you mean model=resnet50?"),
-        ("--epochs", "did you mean epochs=...?"),
-        ("--epochs seed=3", "did you mean epochs=...?"),
-        ("--jsn", "did you mean '--json'?"),
-        ("--frobnicate", "choose one of: --by, --cfg"),
-    ],
-)
-def test_a_key_written_as_a_flag_is_answered_with_the_word_to_type(words: str, cure: str) -> None:
-    name = words.split()[0].partition("=")[0]
-    with pytest.raises(ConfigError, match=re.escape(f"unknown flag {name}; {cure}")):
-        parse(words.split(), command="train")

@@ -75,7 +75,6 @@ RULES: Sequence[tuple[str, Callable[[Any], bool], str]] = (
         lambda value: _number(value) > MOST_RANKS,
         f"must be at most {MOST_RANKS}",
     ),
-    ("seed", lambda value: value > LARGEST_SEED, f"must be at most {LARGEST_SEED}"),
     ("requeue", lambda value: value > 1000, "must be at most 1000"),
     ("port", lambda value: value > 65535, "must be at most 65535"),
     ("plan.budget plan.verify_budget", lambda value: not value > 0, "must be positive"),

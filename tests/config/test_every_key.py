@@ -52,29 +52,6 @@ def test_an_unknown_key_ends_in_one_line(command: str, word: str, capsys: pytest
     assert err.startswith(f"gpipe: error: unknown key '{word.partition('=')[0].removesuffix('.x')}")
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("train plan.verify_budget=1", "unknown key 'plan.verify_budget'; did you mean 'plan.budget'?"),
-        ("train plan.verify_budget=1", "plan.verify_budget belongs to gpipe plan"),
-        ("plan plan=none", "plan=none: holds several keys; set one of them, such as plan.budget=..."),
-        ("plan plan.auto=true", "unknown key 'plan.auto'"),
-        ("train snapshot=3", "snapshot=3: holds several keys; set one of them, such as snapshot.every=..."),
-        ("eval run=. snapshot.every=2", "unknown key 'snapshot.every'; did you mean 'snapshot'?"),
-        ("generate run=. chunks=2", "chunks: has no effect on gpipe generate; leave it out"),
-        (
-            "report . hydra.verbose=true",
-            "hydra.verbose: gpipe report does not run through Hydra; leave it out",
-        ),
-    ],
-)
-def test_a_key_of_another_command_is_refused_by_name(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(line.split()) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_file_cannot_choose_an_option_where_there_are_only_keys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,24 @@ def test_every_group_of_a_command_has_a_default(command: str) -> None:
 
 def test_recipes_are_for_training() -> None:
     assert [command for command in SCHEMAS if "recipe" in config_keys(command)] == ["train", "launch-script"]
+
+
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_every_key_has_a_sentence(command: str) -> None:
+    for field in config_keys(command).values():
+        assert field.meaning.endswith("."), field.key
+
+
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_every_field_of_the_schema_is_found(command: str) -> None:
+    top = {key.partition(".")[0] for key in config_keys(command)} - {"config", "recipe"}
+    fields = {field.name for field in dataclasses.fields(SCHEMAS[command])}
+    assert top == fields - set(NO_EFFECT.get(command, ()))
+
+
+def test_defaults_are_shown_as_they_are_written_on_the_command_line() -> None:
+    shown = {key: (field.type, field.default) for key, field in config_keys("train").items()}
+    assert shown["seed"] == ("int", "0")
+    assert shown["steps"] == ("int", "null")
+    assert shown["log.layers"] == ("bool", "false")
+    assert shown["model"] == ("group", "")
