@@ -54,6 +54,9 @@ class LogConfig:
     """Log every layer that runs to train.log: step, phase, micro-batch, partition, name, class and milliseconds."""
     console: bool = False
     """Print the lines of log.partitions and log.layers on the terminal as well."""
+    predictions: bool = False
+    """Show on the page of the run which class evaluations take for which, with some samples, or the text that a
+    language model writes at the end; costs time."""
 
 
 @dataclass

@@ -37,7 +37,6 @@ def test_a_run_writes_everything_needed_to_repeat_and_analyse_it(tiny: Gpipe) ->
         "layers.json",
         "trace.json",
         "timeline.json",
-        "predictions.json",
         "report.html",
     }
     assert json.loads((directory / "summary.json").read_text()) == summary

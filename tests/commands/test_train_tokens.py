@@ -58,7 +58,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_continues_to_the_bit(
     gpipe: Run, chats: tuple[str, ...]
 ) -> None:
     words = ("train", *SMALL, *chats, "steps=8", "snapshot.every=5", "snapshot.keep=9")
-    assert gpipe(*words, "run_dir=run").code == 0
+    assert gpipe(*words, "run_dir=run", "log.predictions=true").code == 0
     sample = json.loads(Path("run/sample.json").read_text())
     assert sample["prompt"] and 0 < sample["tokens"] <= 120 and sample["seed"] == 0
     expected, weights = rows("run"), load_file("run/snapshots/step-00000008/model.safetensors")

@@ -15,8 +15,8 @@ from gpipe_cli.data.datasets import Data, ImageSamples
 from gpipe_cli.data.transforms import Transforms
 from gpipe_cli.distributed.world import World
 from gpipe_cli.report.page.predictions import as_png_uri
-from gpipe_cli.runs import page_files as run_page
-from gpipe_cli.runs.observations import MAX_CLASSES, EvalObserver, predictions_json
+from gpipe_cli.runs import page_files
+from gpipe_cli.runs.page_files import MAX_CLASSES, EvalObserver, predictions_json
 from tests.support.command_line import Gpipe
 
 
@@ -35,7 +35,7 @@ def content(run: str, name: str) -> dict[str, Any]:
     ],
 )
 def test_a_run_writes_its_layers_an_early_step_and_its_predictions(tiny: Gpipe, words: list[str]) -> None:
-    summary = tiny("train", "--json", *words).json
+    summary = tiny("train", "--json", "log.predictions=true", *words).json
     run = summary["run_dir"]
     predictions = content(run, "predictions.json")
     counts = torch.tensor(predictions["counts"])
@@ -56,7 +56,7 @@ def test_a_run_writes_its_layers_an_early_step_and_its_predictions(tiny: Gpipe, 
 
 @pytest.mark.slow
 def test_replicas_in_processes_count_together(tiny: Gpipe) -> None:
-    words = ("train", "--json", "threads=1", "epochs=1")
+    words = ("train", "--json", "threads=1", "epochs=1", "log.predictions=true")
     alone, ranks = (
         content(tiny(*words, *more).json["run_dir"], "predictions.json")
         for more in ([], ["engine=processes", "data_parallel=2"])
@@ -83,8 +83,8 @@ def test_a_page_that_cannot_be_made_costs_one_line(tiny: Gpipe, monkeypatch: pyt
     def fails(*_: object) -> None:
         raise ValueError("no layers today")
 
-    monkeypatch.setattr(run_page, "predictions_json", fails)
-    answer = tiny("train", "epochs=2")
+    monkeypatch.setattr(page_files, "predictions_json", fails)
+    answer = tiny("train", "epochs=2", "log.predictions=true")
     assert answer.code == 0
     assert (
         answer.err.count("warning: the page of the run will lack predictions: ValueError: no layers today")
