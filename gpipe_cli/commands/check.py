@@ -13,8 +13,8 @@ from typing import Any
 
 from gpipe_cli.accelerator.devices import default_partitions, resolve_devices
 from gpipe_cli.check.bits import check_bits
-from gpipe_cli.check.devices import check_counters, check_devices, check_links
-from gpipe_cli.check.ranks import check_races, check_ranks
+from gpipe_cli.check.children import check_races, check_ranks
+from gpipe_cli.check.hardware import check_counters, check_devices, check_links
 from gpipe_cli.check.row import Check, Machine, Row, Verdict, run_check, worst
 from gpipe_cli.check.speed import check_overlap, check_speed
 from gpipe_cli.config.job import Job, Summary

@@ -36,7 +36,10 @@ OWN_CALLS = {
 """Functions and methods of gpipe_cli that wait or keep memory with those of torch."""
 
 NOT_SEEN = {
-    ("check/ranks.py", "torch.accelerator.synchronize(device)"): "runs under torch's sanitizer, on real CUDA",
+    (
+        "check/children.py",
+        "torch.accelerator.synchronize(device)",
+    ): "runs under torch's sanitizer, on real CUDA",
     (
         "offload/prefetcher.py",
         "self.finish_copies()",

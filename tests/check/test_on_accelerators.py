@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.check import devices, speed
+from gpipe_cli.check import hardware, speed
 from gpipe_cli.check.bits import check_bits
-from gpipe_cli.check.devices import check_counters, check_devices, check_links
+from gpipe_cli.check.hardware import check_counters, check_devices, check_links
 from gpipe_cli.check.row import Machine, Verdict
 from gpipe_cli.check.speed import check_overlap, check_speed
 from tests.support.command_line import Gpipe
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.accelerator
 
 @pytest.fixture
 def machine(accelerators: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(devices, "LARGE", 2**20)
+    monkeypatch.setattr(hardware, "LARGE", 2**20)
     monkeypatch.setattr(speed, "COPIED", 2**20)
     monkeypatch.setattr(speed, "WIDTHS", (64,))
     return Machine.of(accelerators)
@@ -58,7 +58,7 @@ def test_copies_arrive_unchanged_over_every_link(machine: Machine) -> None:
     rows = list(check_links(machine))
     measured = [link for row in rows for link in row.figures["links"]]
     count = len(machine.devices)
-    assert len(measured) == 4 * count + len(list(devices.pairs_to_measure(machine.devices)))
+    assert len(measured) == 4 * count + len(list(hardware.pairs_to_measure(machine.devices)))
     assert all(link["intact"] and link["gb_per_second"] > 0 and link["latency_us"] > 0 for link in measured)
     assert Verdict.PROBLEM not in {row.verdict for row in rows}
 

@@ -125,7 +125,7 @@ def judge_counters(device: torch.device, held: int, after: int, peak: int) -> Ro
 
 @final
 @dataclass(frozen=True)
-class Link:
+class CheckedLink:
     """One direction between two devices."""
 
     source: torch.device
@@ -148,12 +148,12 @@ class Link:
 
 def check_links(machine: Machine) -> Iterator[Row]:
     if not machine.accelerators:
-        yield _memory_row(measure_link(CPU, CPU))
+        yield _memory_row(check_link(CPU, CPU))
         return
     host: dict[torch.device, float] = {}
     for device in machine.accelerators:
         links = [
-            measure_link(*ends, pinned=pinned)
+            check_link(*ends, pinned=pinned)
             for ends in ((CPU, device), (device, CPU))
             for pinned in ((True, False) if reads_pinned_memory([device]) else (False,))
         ]
@@ -163,7 +163,7 @@ def check_links(machine: Machine) -> Iterator[Row]:
     for source in machine.accelerators:
         destinations = [destination for first, destination in pairs if first == source]
         if destinations:
-            yield judge_pairs(source, [measure_link(source, each) for each in destinations], host)
+            yield judge_pairs(source, [check_link(source, each) for each in destinations], host)
 
 
 def pairs_to_measure(devices: Sequence[torch.device]) -> Iterator[tuple[torch.device, torch.device]]:
@@ -174,7 +174,7 @@ def pairs_to_measure(devices: Sequence[torch.device]) -> Iterator[tuple[torch.de
             yield devices[first], devices[second]
 
 
-def measure_link(source: torch.device, destination: torch.device, *, pinned: bool | None = None) -> Link:
+def check_link(source: torch.device, destination: torch.device, *, pinned: bool | None = None) -> CheckedLink:
     """pinned: whether the host's side of the copy is pinned memory; None if neither side is the host."""
     # Each number occurs once, so that a piece in the wrong place is noticed too.
     sent = _allocate(source, pinned).copy_(torch.arange(LARGE // 4, dtype=torch.int32))
@@ -185,7 +185,7 @@ def measure_link(source: torch.device, destination: torch.device, *, pinned: boo
     few, few_received = sent[: SMALL // 4], received[: SMALL // 4]
     latency = median_seconds(lambda: few_received.copy_(few, non_blocking=True), ends, repeats=25)
     peers = None if CPU in ends else has_peer_access(source, destination)
-    return Link(source, destination, 1e6 * latency, LARGE / seconds / 1e9, intact, peers, pinned)
+    return CheckedLink(source, destination, 1e6 * latency, LARGE / seconds / 1e9, intact, peers, pinned)
 
 
 def _allocate(device: torch.device, pinned: bool | None) -> torch.Tensor:
@@ -193,14 +193,14 @@ def _allocate(device: torch.device, pinned: bool | None) -> torch.Tensor:
     return torch.empty(LARGE // 4, dtype=torch.int32, device=device, pin_memory=pin)
 
 
-def _memory_row(link: Link) -> Row:
+def _memory_row(link: CheckedLink) -> Row:
     result = f"workers on one CPU hand tensors over without a copy; its memory copies {link}"
     if link.intact:
         return Row("links of cpu", Verdict.OK, result, {"links": [link.figures()]})
     return Row("links of cpu", Verdict.PROBLEM, result, {"links": [link.figures()]}, _changed([link]))
 
 
-def judge_host_links(device: torch.device, links: Sequence[Link]) -> Row:
+def judge_host_links(device: torch.device, links: Sequence[CheckedLink]) -> Row:
     name, figures = f"host and {device}", {"links": [link.figures() for link in links]}
     result = "; ".join(
         f"{'to' if link.source == CPU else 'from'} it {'pinned' if link.pinned else 'pageable'} {link}"
@@ -217,14 +217,14 @@ def judge_host_links(device: torch.device, links: Sequence[Link]) -> Row:
     return Row(name, Verdict.OK, result, figures)
 
 
-def _slower_direction(links: Sequence[Link]) -> float:
+def _slower_direction(links: Sequence[CheckedLink]) -> float:
     """In GB/s, of the links between a device and the host; with pinned memory where the device reads it."""
     pinned = [link for link in links if link.pinned]
     return min(link.gb_per_second for link in pinned or links)
 
 
 def judge_pairs(
-    source: torch.device, links: Sequence[Link], host_gb_per_second: Mapping[torch.device, float]
+    source: torch.device, links: Sequence[CheckedLink], host_gb_per_second: Mapping[torch.device, float]
 ) -> Row:
     """host_gb_per_second: by device, the slower direction of its link with the host."""
     verdicts, results = [], []
@@ -246,7 +246,7 @@ def judge_pairs(
     return Row(f"links from {source}", verdict, "; ".join(results), figures, cures.get(verdict, ""))
 
 
-def _changed(links: Sequence[Link]) -> str:
+def _changed(links: Sequence[CheckedLink]) -> str:
     broken = ", ".join(f"{link.source} to {link.destination}" for link in links if not link.intact)
     return (
         f"copies from {broken} arrive changed, and training would be wrong: turn the IOMMU or PCIe access control off, "

@@ -6,25 +6,25 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from gpipe_cli.check import devices
-from gpipe_cli.check.devices import (
+from gpipe_cli.check import hardware
+from gpipe_cli.check.hardware import (
     CPU,
     SIZE,
-    Link,
+    CheckedLink,
     check_counters,
     check_devices,
+    check_link,
     check_links,
     judge_host_links,
     judge_pairs,
-    measure_link,
     pairs_to_measure,
 )
 from gpipe_cli.check.row import Machine, Verdict
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
-DIRECT = Link(FIRST, SECOND, latency_us=9.0, gb_per_second=24.0, peer_access=True)
+DIRECT = CheckedLink(FIRST, SECOND, latency_us=9.0, gb_per_second=24.0, peer_access=True)
 HOST = {FIRST: 25.0, SECOND: 25.0}
-UPLOAD = Link(CPU, FIRST, latency_us=12.0, gb_per_second=25.0, pinned=True)
+UPLOAD = CheckedLink(CPU, FIRST, latency_us=12.0, gb_per_second=25.0, pinned=True)
 PAGEABLE = replace(UPLOAD, pinned=False, gb_per_second=2.0)
 
 
@@ -32,7 +32,7 @@ PAGEABLE = replace(UPLOAD, pinned=False, gb_per_second=2.0)
 def test_a_cpu_is_described_by_its_cores_and_a_single_one_is_a_note(
     cores: int, verdict: Verdict, to_do: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "available_cores", lambda: cores)
+    monkeypatch.setattr(hardware, "available_cores", lambda: cores)
     (row,) = check_devices(Machine.of([CPU]))
     assert (row.name, row.verdict, bool(row.to_do)) == ("device cpu", verdict, bool(to_do))
     assert to_do in row.to_do
@@ -55,9 +55,9 @@ def test_an_accelerator_is_described_and_one_that_others_use_is_a_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes = None if free is None else (free * 2**30, 80 * 2**30)
-    monkeypatch.setattr(devices, "device_name", lambda device: "A100")
-    monkeypatch.setattr(devices, "compute_capability", lambda device: capability)
-    monkeypatch.setattr(devices, "free_and_total_bytes", lambda device: sizes)
+    monkeypatch.setattr(hardware, "device_name", lambda device: "A100")
+    monkeypatch.setattr(hardware, "compute_capability", lambda device: capability)
+    monkeypatch.setattr(hardware, "free_and_total_bytes", lambda device: sizes)
     (row,) = check_devices(Machine.of([FIRST]))
     assert (row.verdict, row.result) == (verdict, result)
     assert ("leave it out of devices=[...]" in row.to_do) == (verdict is Verdict.NOTE)
@@ -82,7 +82,7 @@ def test_counters_that_do_not_follow_an_allocation_are_a_problem(
     result: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(devices, "count_allocation", lambda device: counts)
+    monkeypatch.setattr(hardware, "count_allocation", lambda device: counts)
     (row,) = check_counters(Machine.of([device]))
     assert row.verdict is verdict and row.result.startswith(result), row
     assert row.name == ("memory counters" if device == CPU else "memory counters of cuda:0")
@@ -91,14 +91,14 @@ def test_counters_that_do_not_follow_an_allocation_are_a_problem(
 
 @pytest.fixture
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "LARGE", 2**16)
+    monkeypatch.setattr(hardware, "LARGE", 2**16)
 
 
 @pytest.mark.usefixtures("small_copies")
 def test_a_copy_is_timed_and_one_that_changes_a_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = measure_link(CPU, CPU)
+    link = check_link(CPU, CPU)
     assert link.gb_per_second > 0 and link.latency_us > 0 and link.intact and link.peer_access is None
-    monkeypatch.setattr(devices, "median_seconds", lambda work, on, **_: 1.0)  # the copy never runs
+    monkeypatch.setattr(hardware, "median_seconds", lambda work, on, **_: 1.0)  # the copy never runs
     (row,) = check_links(Machine.of([CPU]))
     assert row.verdict is Verdict.PROBLEM and "from cpu to cpu arrive changed" in row.to_do
 
@@ -119,7 +119,9 @@ def test_workers_on_a_cpu_need_no_copies() -> None:
         (replace(DIRECT, intact=False), Verdict.PROBLEM, "from cuda:0 to cuda:1 arrive changed"),
     ],
 )
-def test_the_links_between_devices_are_judged_by_the_worst(link: Link, verdict: Verdict, to_do: str) -> None:
+def test_the_links_between_devices_are_judged_by_the_worst(
+    link: CheckedLink, verdict: Verdict, to_do: str
+) -> None:
     row = judge_pairs(FIRST, [DIRECT, link], HOST)
     assert (row.name, row.verdict, bool(row.to_do)) == ("links from cuda:0", verdict, bool(to_do))
     assert to_do in row.to_do and row.result.startswith("to cuda:1 24.0 GB/s, 9 us; to cuda:1 ")
@@ -137,7 +139,9 @@ def test_the_links_between_devices_are_judged_by_the_worst(link: Link, verdict: 
         ([PAGEABLE], Verdict.NOTE, "PCIe generation and lanes"),
     ],
 )
-def test_the_links_with_the_host_are_judged(links: Sequence[Link], verdict: Verdict, to_do: str) -> None:
+def test_the_links_with_the_host_are_judged(
+    links: Sequence[CheckedLink], verdict: Verdict, to_do: str
+) -> None:
     row = judge_host_links(FIRST, links)
     assert row.verdict is verdict and to_do in row.to_do and "to it pageable " in row.result
 

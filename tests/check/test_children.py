@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.check import ranks
-from gpipe_cli.check.ranks import (
+from gpipe_cli.check import children
+from gpipe_cli.check.children import (
     check_races,
     check_ranks,
     exchange_tensors,
@@ -54,8 +54,8 @@ def failing(error: BaseException) -> Any:
 def test_a_rank_that_does_not_answer_is_a_problem_with_a_cure(
     devices: Sequence[torch.device], nccl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "backends_for", lambda device: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(ranks, "run_in_children", failing(PeerError("rank 1 (cuda:1): no answer")))
+    monkeypatch.setattr(children, "backends_for", lambda device: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(children, "run_in_children", failing(PeerError("rank 1 (cuda:1): no answer")))
     (row,) = check_ranks(Machine.of(devices))
     assert (row.verdict, row.result) == (Verdict.PROBLEM, "rank 1 (cuda:1): no answer")
     assert "engine=processes will fail" in row.to_do and ("NCCL_DEBUG=INFO" in row.to_do) == nccl
@@ -81,15 +81,15 @@ def test_values_that_arrive_changed_are_a_problem() -> None:
 
 def test_ctrl_c_while_children_run_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted = Attempt(Interrupted("stopped at once"), None, None)
-    monkeypatch.setattr(ranks, "run_ranks", lambda *arguments: interrupted)
+    monkeypatch.setattr(children, "run_ranks", lambda *arguments: interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_in_children(exchange_tensors, [CPU])
 
 
 @pytest.mark.parametrize("check", [check_ranks, check_races])
 def test_a_system_without_supervision_skips_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "can_start_children", lambda: False)
-    monkeypatch.setattr(ranks, "offers_sanitizer", lambda device: True)
+    monkeypatch.setattr(children, "can_start_children", lambda: False)
+    monkeypatch.setattr(children, "offers_sanitizer", lambda device: True)
     (row,) = check(Machine.of([GPU, torch.device("cuda", 1)]))
     assert row.verdict is Verdict.SKIPPED and "on Linux only" in row.result
 
