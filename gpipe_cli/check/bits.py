@@ -1,4 +1,4 @@
-"""Whether a pipeline over the devices gives the results of one device, to the bit, in every schedule and mode.
+"""Whether a pipeline over the devices gives bitwise the results of one device in every schedule and mode.
 
 Devices of one kind run the same kernels, so with deterministic algorithms every bit must agree. The kernels of an
 accelerator and of the CPU round differently: they must agree within a tolerance.
@@ -159,7 +159,7 @@ def judge_against_cpu(device: torch.device, differing: Sequence[Difference]) -> 
     name = f"{device} and the CPU"
     largest = max(differing, key=lambda difference: difference.relative, default=None)
     if largest is None:
-        return Row(name, Verdict.OK, "equal to the bit", {"largest": 0.0, "tensor": None})
+        return Row(name, Verdict.OK, "bitwise identical", {"largest": 0.0, "tensor": None})
     figures = {"largest": _finite(largest.relative), "tensor": largest.tensor}
     if largest.relative <= TOLERANCE:
         result = f"equal but for rounding; the most differs {largest}"

@@ -39,7 +39,7 @@ MOST_IN_PAIRS = 8
 SLOW_HOST_LINK = 3.0
 """In GB/s; four PCIe 3.0 lanes reach as much."""
 SLOW_SHARE = 0.75
-"""Of the host's links: direct copies between two devices are at least as fast, apart from noise."""
+"""The fraction of the host's links that direct copies between two devices reach, apart from noise."""
 CPU = torch.device("cpu")
 
 
@@ -62,7 +62,7 @@ def _accelerator(device: torch.device) -> Row:
         Verdict.NOTE if in_use else Verdict.OK,
         ", ".join(parts),
         {"device": name, "capability": capability, "free_bytes": free, "total_bytes": total},
-        "other processes use this device; end them, or leave it out of devices=[...]" if in_use else "",
+        "other processes use this device; end them, or remove it from devices=[...]" if in_use else "",
     )
 
 
@@ -235,7 +235,7 @@ def judge_pairs(
         without = " without peer access" if link.peer_access is False else ""
         results.append(f"to {link.destination} {link}{without}")
     verdict = worst(verdicts)
-    cures = {
+    hints = {
         Verdict.PROBLEM: _changed(links),
         Verdict.NOTE: (
             "copies seem to go through the host: see which devices share a switch or NVLink (nvidia-smi topo -m), "
@@ -243,12 +243,12 @@ def judge_pairs(
         ),
     }
     figures = {"links": [link.figures() for link in links]}
-    return Row(f"links from {source}", verdict, "; ".join(results), figures, cures.get(verdict, ""))
+    return Row(f"links from {source}", verdict, "; ".join(results), figures, hints.get(verdict, ""))
 
 
 def _changed(links: Sequence[CheckedLink]) -> str:
     broken = ", ".join(f"{link.source} to {link.destination}" for link in links if not link.intact)
     return (
         f"copies from {broken} arrive changed, and training would be wrong: turn the IOMMU or PCIe access control off, "
-        "update the driver, or leave one of the devices out of devices=[...]"
+        "update the driver, or remove one of the devices from devices=[...]"
     )

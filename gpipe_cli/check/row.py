@@ -16,8 +16,8 @@ from gpipe_cli.errors import ResourceError
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 
-MEMORY_CURE = "end other processes that use the device, then run gpipe check again"
-ERROR_CURE = "run gpipe check --debug for the traceback, and open an issue with both outputs"
+MEMORY_HINT = "end other processes that use the device, then run gpipe check again"
+ERROR_HINT = "run gpipe check --debug for the traceback, and open an issue with both outputs"
 
 
 class Verdict(StrEnum):
@@ -37,7 +37,7 @@ class Row:
     result: str
     """What was found, in one line."""
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """The same as unrounded numbers, for JSON."""
+    """The measured numbers, unrounded, for JSON."""
     to_do: str = ""
     """Empty if there is nothing to do."""
 
@@ -73,14 +73,14 @@ Check = Callable[[Machine], Iterable[Row]]
 def run_check(name: str, check: Check, machine: Machine, *, debug: bool = False) -> Iterator[Row]:
     """The rows of a check; an error ends the check with a row of its own, and the next check can run."""
     try:
-        with report_out_of_memory(cure=MEMORY_CURE):
+        with report_out_of_memory(cure=MEMORY_HINT):
             yield from check(machine)
     except Exception as error:  # noqa: BLE001 - a broken driver may raise anything, and that is the result
         if debug:
             traceback.print_exception(error)
         message = redacted(describe(error))
-        to_do = MEMORY_CURE if isinstance(error, ResourceError) else ERROR_CURE
-        yield Row(name, Verdict.PROBLEM, message.removesuffix(f"; {MEMORY_CURE}"), to_do=to_do)
+        to_do = MEMORY_HINT if isinstance(error, ResourceError) else ERROR_HINT
+        yield Row(name, Verdict.PROBLEM, message.removesuffix(f"; {MEMORY_HINT}"), to_do=to_do)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

@@ -32,7 +32,7 @@ LAYERS = 4
 IDEAL = PARTITIONS * CHUNKS / (CHUNKS + PARTITIONS - 1)
 """Without costs of copies and of starting kernels; the bubble remains."""
 LEAST_SHARE = 0.75
-"""Of the ideal speed-up."""
+"""The fraction of the ideal speed-up that is expected."""
 STEP_TIMEOUT = 60.0
 
 

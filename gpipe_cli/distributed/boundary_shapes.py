@@ -70,7 +70,7 @@ class BoundarySpec:
     """The tensors that enter a partition."""
 
     kinds: tuple[TensorSpec, ...]
-    """Those of the value, then those of the skips."""
+    """The tensors of the value, then those of the skips."""
     template: Template
     """Makes the value from its tensors."""
     skip_names: tuple[SkipName, ...]

@@ -177,16 +177,16 @@ def backends_for(device: torch.device) -> str:
     """
     if not is_accelerator(device):
         return GLOO
-    cure = "use engine=threads, or devices=[cpu,...]"
+    hint = "use engine=threads, or devices=[cpu,...]"
     try:
         name = distributed.get_default_backend_for_device(device)
     except ValueError as error:
         raise ConfigError(
-            f"devices: torch.distributed has no backend for the type '{device.type}'; {cure}"
+            f"devices: torch.distributed has no backend for the type '{device.type}'; {hint}"
         ) from error
     if not distributed.is_backend_available(name):
         raise ConfigError(
-            f"devices: '{device}' needs the backend {name}, which this build of torch does not have; {cure}"
+            f"devices: '{device}' needs the backend {name}, which this build of torch does not have; {hint}"
         )
     return f"cpu:{GLOO},{device.type}:{name}"
 
@@ -216,7 +216,7 @@ class RankCoords:
     """Where a rank stands in the mesh: its replica, its position in the pipe, and its partitions.
 
     Partitions are dealt to the ranks of a pipe round robin, as `schedule.action` deals them to workers and torch's
-    schedules deal stages to ranks, unless an order of your own places them otherwise.
+    schedules deal stages to ranks, unless a custom schedule places them otherwise.
     """
 
     pipe: ProcessGroup
@@ -253,7 +253,7 @@ class RankCoords:
 
     @property
     def partitions(self) -> int:
-        """Of the whole model."""
+        """How many partitions the whole model has."""
         return len(self.workers)
 
     @property

@@ -101,7 +101,7 @@ def _numbers(batch_norm: DeferredBatchNorm) -> Tensor:
 
 def _merged(batch_norm: DeferredBatchNorm, of_replicas: Sequence[Tensor]) -> Moments | None:
     precise = torch.promote_types(batch_norm.running_mean.dtype, torch.float32)
-    # Every replica merges all of them in the same order instead of reducing, so the results are equal to the bit.
+    # Every replica merges all of them in the same order instead of reducing, so the results are bitwise identical.
     merged: Moments | None = None
     for numbers in of_replicas:
         count = int(numbers[0])

@@ -265,7 +265,7 @@ def _fits(kind: TensorSpec | None, tensor: Tensor | None) -> bool:
 
 @final
 class BoundaryLayouts:
-    """Those of one stage. A place names a boundary, what crosses it, and the micro-batch."""
+    """The layouts of one stage. A place names a boundary, what crosses it, and the micro-batch."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -6,7 +6,7 @@ not, so no schedule names it. A torch schedule takes micro-batches of one size o
 - those of one stage per process alternate forward and backward only with at least as many micro-batches as processes;
   with fewer, ScheduleGPipe does the same.
 - those of several stages run m micro-batches in max(1, m // ranks) rounds of one size.
-- an order of your own runs in torch's runtime, which takes any number of them, and any placement of the stages.
+- a custom schedule runs in torch's runtime, which takes any number of them, and any placement of the stages.
 
 So a mini-batch becomes flushes: runs of equal sizes, and the rest of a run that does not divide evenly. Each flush
 drains the pipeline, but gradients still add up in the order of the micro-batches.

@@ -41,7 +41,7 @@ class World:
         return self.rank == 0
 
     def for_thread(self, timeout: timedelta) -> World:
-        """The same processes, with collectives that a thread may call while another uses those of this world.
+        """These processes, with collectives that a thread may call while another uses those of this world.
 
         All processes call it together.
         """

@@ -16,7 +16,7 @@ from gpipe_cli.errors import ConfigError
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # from <linux/sockios.h>
 _IFF_RUNNING = 0x40  # from <linux/if.h>
 _ADDRESS = slice(20, 24)
-"""Of the IPv4 address in a struct ifreq."""
+"""The place of the IPv4 address in a struct ifreq."""
 BACKLOG = 1024
 RETRY_SECONDS = 0.5
 RETRANSMISSIONS = 3

@@ -102,13 +102,13 @@ class Attempt:
     cause: GpipeError | None
     """Why they did not end well; None if they did."""
     report: ExitReport | None
-    """That of rank 0."""
+    """The exit report of rank 0."""
     run_directory: Path | None
     """None if the run ended before it had one."""
 
     @property
     def is_transient(self) -> bool:
-        """Whether a restart may succeed: runs repeat to the bit, so a layer that raised would raise again."""
+        """Whether a restart may succeed: a run repeats bitwise, so a layer that raised would raise again."""
         return isinstance(self.cause, PeerError) and not isinstance(self.cause, PeerRaised)
 
 

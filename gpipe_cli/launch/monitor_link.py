@@ -50,7 +50,7 @@ class Connection:
             open_socket.setsockopt(socket.IPPROTO_TCP, option, value)
         self.socket = open_socket
         self.rank: int | None = None
-        """That of the peer, once it has shown the token."""
+        """The rank of the peer, once it has shown the token."""
         self._received = b""
         self._beat_at = 0.0
 

@@ -62,7 +62,7 @@ class MonitorTask:
     restarts_left: int
     token: str
     address: str
-    """Of the monitor of rank 0."""
+    """The address of the monitor of rank 0."""
     port: int
     """0 in rank 0, whose monitor chooses it."""
     silence: float

@@ -36,7 +36,7 @@ SHORTEST_SILENCE = 5.0
 DEFAULT_SILENCE = 300.0
 """Without `step_timeout`."""
 _stores: list[TCPStore] = []
-"""That of this process, once it is connected: rank 0 can listen on its port only once."""
+"""The store of this process, once it is connected: rank 0 can listen on its port only once."""
 _jobs = count()
 
 

@@ -80,8 +80,8 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             master_listen_fd=None if listener is None else listener.detach(),
         )
     except (OSError, DistError) as error:
-        cure = "start the run on that host too, or check that this one reaches it"
-        reason = f"{host}:{port}: {one_line(str(error))}, for join_timeout={seconds} seconds; {cure}"
+        hint = "start the run on that host too, or check that this one reaches it"
+        reason = f"{host}:{port}: {one_line(str(error))}, for join_timeout={seconds} seconds; {hint}"
         raise PeerError(reason) from error
     # Ranks inherit the environment. The store that torchrun would share with them listens on all interfaces, and keeps
     # the keys of failed attempts. Without it, rank 0 of every attempt makes a new one.

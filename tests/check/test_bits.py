@@ -60,7 +60,7 @@ def test_every_tensor_that_differs_is_listed_with_its_relative_difference() -> N
 @pytest.mark.parametrize(
     ("found", "verdict", "result"),
     [
-        ([], Verdict.OK, "equal to the bit"),
+        ([], Verdict.OK, "bitwise identical"),
         ([Difference("loss", 1e-6)], Verdict.OK, "equal but for rounding; the most differs loss by 1.0e-06"),
         ([Difference("a", 1e-6), Difference("loss", 0.5)], Verdict.PROBLEM, "differ: loss by 5.0e-01"),
         ([Difference("loss", float("inf"))], Verdict.PROBLEM, "differ: loss, which is missing"),

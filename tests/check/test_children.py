@@ -51,7 +51,7 @@ def failing(error: BaseException) -> Any:
 
 
 @pytest.mark.parametrize(("devices", "nccl"), [([CPU], False), ([GPU, torch.device("cuda", 1)], True)])
-def test_a_rank_that_does_not_answer_is_a_problem_with_a_cure(
+def test_a_rank_that_does_not_answer_is_a_problem_with_a_hint(
     devices: Sequence[torch.device], nccl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(children, "backends_for", lambda device: "cpu:gloo,cuda:nccl")

@@ -60,7 +60,7 @@ def test_an_accelerator_is_described_and_one_that_others_use_is_a_note(
     monkeypatch.setattr(hardware, "free_and_total_bytes", lambda device: sizes)
     (row,) = check_devices(Machine.of([FIRST]))
     assert (row.verdict, row.result) == (verdict, result)
-    assert ("leave it out of devices=[...]" in row.to_do) == (verdict is Verdict.NOTE)
+    assert ("remove it from devices=[...]" in row.to_do) == (verdict is Verdict.NOTE)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpipe_cli.check.row import ERROR_CURE, MEMORY_CURE, Check, Machine, Row, Verdict, run_check, worst
+from gpipe_cli.check.row import ERROR_HINT, MEMORY_HINT, Check, Machine, Row, Verdict, run_check, worst
 
 MACHINE = Machine.of([torch.device("cpu")])
 
@@ -18,18 +18,18 @@ def test_an_error_becomes_a_row_of_one_line_after_those_before_it() -> None:
     first, second = run_check("links", check, MACHINE)
     assert first.name == "first"
     assert second == Row(
-        "links", Verdict.PROBLEM, "RuntimeError: driver version is [31minsufficient", to_do=ERROR_CURE
+        "links", Verdict.PROBLEM, "RuntimeError: driver version is [31minsufficient", to_do=ERROR_HINT
     )
 
 
-def test_memory_that_runs_out_is_a_row_with_its_own_cure() -> None:
+def test_memory_that_runs_out_is_a_row_with_its_own_hint() -> None:
     def check(machine: Machine) -> Iterator[Row]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has ...")
         yield
 
     (row,) = run_check("bits", check, MACHINE)
-    assert row.verdict is Verdict.PROBLEM and row.to_do == MEMORY_CURE
-    assert "out of memory" in row.result and "64.00 MiB" in row.result and MEMORY_CURE not in row.result
+    assert row.verdict is Verdict.PROBLEM and row.to_do == MEMORY_HINT
+    assert "out of memory" in row.result and "64.00 MiB" in row.result and MEMORY_HINT not in row.result
 
 
 def test_the_traceback_of_an_error_is_shown_on_request_and_ctrl_c_is_no_result(

@@ -73,13 +73,13 @@ def test_threads_that_run_in_turn_are_a_note() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "cure"), [([CPU, CPU], "end other processes"), ([GPU, GPU], "rows on links")]
+    ("devices", "hint"), [([CPU, CPU], "end other processes"), ([GPU, GPU], "rows on links")]
 )
-def test_a_speed_up_below_what_the_schedule_allows_is_a_note(devices: list[torch.device], cure: str) -> None:
+def test_a_speed_up_below_what_the_schedule_allows_is_a_note(devices: list[torch.device], hint: str) -> None:
     assert judge_speed("speed-up", devices, IDEAL, 1.0).verdict is Verdict.OK
     row = judge_speed("speed-up", devices, 1.1, 1.0)
     assert (
         row.verdict is Verdict.NOTE
-        and cure in row.to_do
+        and hint in row.to_do
         and row.result.startswith("1.10: a step takes 1000.0 ms")
     )
