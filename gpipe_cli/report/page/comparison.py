@@ -32,35 +32,29 @@ class Comparison:
     """The best value of each run."""
     differences: Sequence[Mapping[str, str]]
     """For each run the settings that not all runs share, by key."""
-    results: Sequence[Mapping[str, str]] = ()
+    results: Sequence[Mapping[str, str]]
     """For each run title and value of its results, the best value of the metric first."""
 
     @staticmethod
-    def of(runs: Sequence[RunFacts], headlines: Sequence[Mapping[str, str]] = ()) -> Comparison:
+    def of(runs: Sequence[RunFacts], headlines: Sequence[Mapping[str, str]]) -> Comparison:
         """headlines: title and value of the results of each run."""
-        configs = [flat_config(run.config) for run in runs]
-        metric = _metric(runs, configs)
-        values = [_best_value(run, metric) for run in runs]
+        metric = _metric(runs)
         sign = 1 if lower_is_better(metric) else -1
-        order = sorted(
-            range(len(runs)), key=lambda index: (values[index] is None, sign * (values[index] or 0.0))
-        )
-        differences = _differences([configs[index] for index in order])
+
+        def rank(index: int) -> tuple[bool, float]:
+            value = _best_value(runs[index], metric)
+            return value is None, sign * (value or 0.0)
+
+        order = sorted(range(len(runs)), key=rank)
         ordered = [runs[index] for index in order]
-        has_best = any(value is not None for value in values)
-        best_title = f"best {metric_title(metric)}"
+        values = [_best_value(run, metric) for run in ordered]
+        differences = _differences([flat_config(run.config) for run in ordered])
+        title = f"best {metric_title(metric)}"
         results = [
-            {**({best_title: format_value(metric, values[index])} if has_best else {}), **headlines[index]}
-            for index in (order if headlines else ())
+            {**({} if values[0] is None else {title: format_value(metric, value)}), **headlines[index]}
+            for index, value in zip(order, values, strict=True)
         ]
-        return Comparison(
-            ordered,
-            _labels(ordered, differences),
-            metric,
-            [values[index] for index in order],
-            differences,
-            results,
-        )
+        return Comparison(ordered, _labels(ordered, differences), metric, values, differences, results)
 
     @property
     def best(self) -> int | None:
@@ -74,9 +68,7 @@ class Comparison:
 
     @property
     def titles(self) -> list[str]:
-        # The latest losses of a run that has not finished would be columns of their own.
-        titles = dict.fromkeys(title for result in self.results for title in result)
-        return [title for title in titles if not title.startswith("loss (")]
+        return list(dict.fromkeys(title for result in self.results for title in result))
 
     @property
     def keys(self) -> list[str]:
@@ -91,18 +83,16 @@ class Comparison:
         return run_line(index, self.labels[index], bold=index == self.best)
 
 
-def _metric(runs: Sequence[RunFacts], configs: Sequence[Mapping[str, str]]) -> str:
+def _metric(runs: Sequence[RunFacts]) -> str:
     """The `snapshot.monitor` of the first run, if it measured it; else the loss."""
-    monitor = monitor_of(configs[0])
+    monitor = monitor_of(flat_config(runs[0].config))
     measured = {curve.metric for run in runs for curve in run.curves if curve.split == "eval"}
     return monitor if monitor in measured else "loss"
 
 
 def _best_value(run: RunFacts, metric: str) -> float | None:
-    for curve in run.curves:
-        if (curve.metric, curve.split) == (metric, "eval"):
-            return curve.best()[1]
-    return None
+    curves = (curve for curve in run.curves if (curve.metric, curve.split) == (metric, "eval"))
+    return next((curve.best[1] for curve in curves), None)
 
 
 def _differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:

@@ -3,7 +3,6 @@ one, and its page keeps every spike."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -45,31 +44,24 @@ class MetricCurve:
     split: str
     points: tuple[CurvePoint, ...]
     """By step."""
-    lowest: tuple[float, float]
-    """Step and value of the row with the smallest value."""
-    highest: tuple[float, float]
-
-    def best(self) -> tuple[float, float]:
-        """Step and value of the best row."""
-        return self.lowest if lower_is_better(self.metric) else self.highest
+    best: tuple[float, float]
+    """Step and value of the best row."""
 
 
 @final
 class _Reduction:
     """The points of one curve while its rows are read."""
 
-    def __init__(self) -> None:
+    def __init__(self, metric: str) -> None:
         self.points: list[CurvePoint] = []
-        self.lowest: tuple[float, float] | None = None
-        self.highest: tuple[float, float] | None = None
+        self._best: CurvePoint | None = None
+        self._sign = 1 if lower_is_better(metric) else -1
         self._rows_per_point = 1
         self._rows: list[CurvePoint] = []
 
     def add(self, row: CurvePoint) -> None:
-        if self.lowest is None or row.mean < self.lowest[1]:
-            self.lowest = (row.last, row.mean)
-        if self.highest is None or row.mean > self.highest[1]:
-            self.highest = (row.last, row.mean)
+        if self._best is None or self._sign * row.mean < self._sign * self._best.mean:
+            self._best = row
         self._rows.append(row)
         if len(self._rows) < self._rows_per_point:
             return
@@ -80,14 +72,15 @@ class _Reduction:
             self._rows_per_point *= 2
 
     def curve(self, metric: str, split: str) -> MetricCurve:
-        assert self.lowest is not None and self.highest is not None, "a curve has at least one row"
+        assert self._best is not None, "a curve has at least one row"
         rest = [_merge(self._rows)] if self._rows else []
-        return MetricCurve(metric, split, tuple(sorted([*self.points, *rest])), self.lowest, self.highest)
+        best = (self._best.last, self._best.mean)
+        return MetricCurve(metric, split, tuple(sorted([*self.points, *rest])), best)
 
 
 def read_curves(metrics: Iterable[Mapping[str, Any]]) -> tuple[MetricCurve, ...]:
     """One per metric and split. A value that is not finite is left out of its own curve only."""
-    curves: dict[tuple[str, str], _Reduction] = defaultdict(_Reduction)
+    curves: dict[tuple[str, str], _Reduction] = {}
     for row in metrics:
         step, split = as_number(row.get("step")), as_text(row.get("split"))
         if step is None:
@@ -95,9 +88,12 @@ def read_curves(metrics: Iterable[Mapping[str, Any]]) -> tuple[MetricCurve, ...]
         for metric, value in row.items():
             if metric in OTHER_COLUMNS or (number := as_number(value)) is None:
                 continue
-            if (metric, split) in curves or len(curves) < MAX_CURVES:
-                point = CurvePoint(step, step, number, number, number)
-                curves[metric, split].add(_window(row, point) if metric == "loss" else point)
+            if (metric, split) not in curves:
+                if len(curves) == MAX_CURVES:
+                    continue
+                curves[metric, split] = _Reduction(metric)
+            point = CurvePoint(step, step, number, number, number)
+            curves[metric, split].add(_window(row, point) if metric == "loss" else point)
     return tuple(reduction.curve(*key) for key, reduction in curves.items())
 
 

@@ -190,7 +190,7 @@ def headline(run: RunFacts) -> dict[str, str]:
     monitor = monitor_of(flat_config(run.config))
     for curve in run.curves:
         if curve.split == "eval" and curve.metric in ("loss", monitor):
-            step, value = curve.best()
+            step, value = curve.best
             results[f"best eval {curve.metric}"] = f"{format_value(curve.metric, value)} at step {step:.0f}"
     for name, value in numbers.items():
         if name not in TITLES and name not in HIDDEN:

@@ -27,6 +27,10 @@ def write_run(directory: Path, config: str, losses: list[float], **more: Any) ->
     return read_run(directory)
 
 
+def compare(runs: list[RunFacts]) -> Comparison:
+    return Comparison.of(runs, [{} for _ in runs])
+
+
 def optimizer(lr: float, name: str = "SGD") -> str:
     return f"optimizer:\n  _target_: torch.optim.{name}\n  lr: {lr}\nchunks: 4\nrun_dir: null\n"
 
@@ -37,7 +41,7 @@ def test_runs_are_named_by_what_differs_and_the_best_comes_first(tmp_path: Path)
         write_run(tmp_path / "b", optimizer(0.2, "Adam"), [0.9, 0.4]),
         write_run(tmp_path / "c", optimizer(0.3), []),
     ]
-    comparison = Comparison.of(runs)
+    comparison = compare(runs)
     assert comparison.labels == ["optimizer=Adam lr=0.2", "optimizer=SGD lr=0.1", "optimizer=SGD lr=0.3"]
     assert comparison.values == [0.4, 0.5, None] and comparison.best == 0
     assert comparison.folder == str(tmp_path)
@@ -49,7 +53,7 @@ def test_a_metric_that_should_be_high_ranks_the_other_way(tmp_path: Path) -> Non
         write_run(tmp_path / "a", config.format(1), [0.1], top1=0.2),
         write_run(tmp_path / "b", config.format(2), [0.2], top1=0.7),
     ]
-    comparison = Comparison.of(runs)
+    comparison = compare(runs)
     assert comparison.metric == "top1" and comparison.labels == ["seed=2", "seed=1"]
 
 
@@ -60,7 +64,7 @@ def test_labels_stay_distinct_where_settings_are_equal_too_long_or_unknown(tmp_p
         write_run(tmp_path / "c", f"seed: {'9' * 200}\n", [3.0]),
         write_run(tmp_path / "d", "", [4.0]),
     ]
-    labels = Comparison.of(runs).labels
+    labels = compare(runs).labels
     assert labels == ["seed=1 (a)", "seed=1 (b)", str(tmp_path / "c"), str(tmp_path / "d")]
 
 
@@ -69,7 +73,7 @@ def test_keys_of_one_name_are_written_out(tmp_path: Path) -> None:
         write_run(tmp_path / str(value), f"model:\n  width: {value}\ndata:\n  width: {value}\n", [1.0])
         for value in (1, 2)
     ]
-    assert Comparison.of(runs).labels[0] == "model.width=1 data.width=1"
+    assert compare(runs).labels[0] == "model.width=1 data.width=1"
 
 
 def test_twenty_runs_have_lines_of_their_own() -> None:
@@ -91,7 +95,7 @@ def test_a_run_that_diverged_does_not_flatten_the_others(tmp_path: Path, others:
         for index in range(others)
     ]
     diverged = write_run(tmp_path / "diverged", "seed: 99\n", [2.5, 1e4, 1e9])
-    comparison = Comparison.of([diverged, *good])
+    comparison = compare([diverged, *good])
     (chart,) = comparison_charts(comparison.runs, comparison.labels, comparison.best)
     assert re.search(r"values above [\d.]+ are cut off \(1 run\)", chart)
     *lines, last = heights(chart)

@@ -25,7 +25,7 @@ def test_a_long_curve_keeps_its_extremes_and_its_ends(values: list[float]) -> No
         max(values),
     )
     assert all(before.last < after.first for before, after in pairwise(points))
-    assert curve.lowest == (values.index(min(values)), min(values))
+    assert curve.best == (values.index(min(values)), min(values))
 
 
 def test_the_points_of_a_long_curve_are_means() -> None:
