@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,11 @@ from gpipe_cli.sequential.deferred import meta_clone
 from gpipe_cli.tensor_files.weights_file import StateDicts
 
 _MAX_NAMES = 5  # in a message; a wrong file differs in hundreds of names
-_WRAPPERS = re.compile(r"^(?:module\.|partitions\.\d+\.)+")
-"""What DistributedDataParallel and torchgpipe put before a name."""
-_OLD_NAMES = {re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(?=[12]\.)"): r"\1"}
-"""Names in torchvision's files of DenseNets that its modules do not have any more."""
+_DEEPEST_WRAPPER = 5
+"""Components that wrappers may put before a name, as in `module.partitions.0.` of torchgpipe."""
+_COMPILED = "_orig_mod."
+_OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(?=[12]\.)")
+"""In torchvision's files of DenseNets; its modules lack the second dot now."""
 _COUNT = "num_batches_tracked"
 """Files from before torch 0.4.1 lack it; only a batch norm without momentum uses it."""
 _AVERAGED = ("ema", "swa")
@@ -123,22 +123,14 @@ def _renamed(
 
 
 def _spellings(model: nn.Module, names: list[str]) -> Iterator[list[str]]:
-    """The names as they are, without what wraps them, without one component after another, and as layer keys."""
+    """The names as they are, and without the leading components of wrappers, such as `model.` of a LightningModule."""
     yield names
-    names = [_WRAPPERS.sub("", name.replace("_orig_mod.", "")) for name in names]
-    for old, new in _OLD_NAMES.items():
-        names = [old.sub(new, name) for name in names]
-    yield names
-    if isinstance(model, LayerSequence):
-        yield [_original(model, name) for name in names]
-    for _ in range(2):
-        # A wrapper of any name, such as `model.` of a LightningModule.
-        first = Counter(name.partition(".")[0] for name in names if "." in name)
-        if not first:
-            return
-        wrapper = f"{first.most_common(1)[0][0]}."
-        names = [name.removeprefix(wrapper) for name in names]
+    names = [_OLD_NAME.sub(r"\1", name.replace(_COMPILED, "")) for name in names]
+    for _ in range(_DEEPEST_WRAPPER):
         yield names
+        if isinstance(model, LayerSequence):
+            yield [_original(model, name) for name in names]
+        names = [name.partition(".")[2] or name for name in names]
 
 
 def _original(model: LayerSequence, name: str) -> str:
