@@ -19,12 +19,9 @@ from benchmarks.models.exceptions import EXCEPTIONS
 from benchmarks.models.subject import Subject
 
 FEW = [
-    ("qwen3", "causal_lm", torch.float32),
     ("gpt2", "causal_lm", torch.float64),  # tied embeddings
     ("olmoe", "causal_lm", torch.float32),  # experts
     ("albert", "masked_lm", torch.float64),  # shared layers
-    ("t5", "seq2seq", torch.float64),
-    ("swinv2", "image_classification", torch.float32),
 ]
 ALL = [*huggingface.subjects(), *timm_families.subjects()]
 

@@ -34,14 +34,12 @@ from gpipe_cli.sequential import to_sequential
 CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
 FILES = [path for path in sorted(CONF.glob("*.yaml")) if "torchvision_zoo" in path.read_text()]
 NAMES = [name for task in TASKS for name in torchvision_zoo.names(task)]
-COMPARED = """
-    resnet18 shufflenet_v2_x0_5 squeezenet1_1
-""".split()  # noqa: SIM905 - a list of words reads better as words
-"""Small ones that take images of 64x64, or clips of them; the other families are left to `-m slow`."""
+COMPARED = ["resnet18", "shufflenet_v2_x0_5"]
+"""Two small families; the others are left to `-m slow`."""
 TRACED = ["vit_b_32"]
 """Of another kind; `prove_in_a_pipe` checks names too, so those of COMPARED are not repeated here."""
 
-QUICK = ("r3d_18", "vgg16", "vit_b_16")
+QUICK = ("r3d_18", "vgg16")
 """YAML files whose models are traced in a second."""
 
 
@@ -111,9 +109,10 @@ def test_the_facts_of_its_yaml_are_true(path: Path) -> None:
 
 
 def test_a_vision_transformer_is_built_for_the_size_of_the_images() -> None:
-    sequence = build("vit_b_32", input_shape=(3, 32, 32)).eval()
+    with WithoutStorage():
+        sequence = build("vit_b_32", input_shape=(3, 32, 32)).eval()
     assert sequence.state_dict()["encoder.pos_embedding"].shape == (1, 2, 768)
-    assert sequence(torch.randn(1, 3, 32, 32)).shape == (1, 10)
+    assert sequence(torch.empty(1, 3, 32, 32, device="meta")).shape == (1, 10)
 
 
 def test_what_is_named_as_a_leaf_stays_whole() -> None:
