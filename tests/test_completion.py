@@ -84,7 +84,7 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("gpipe train engine=offload engine.prefetch=", ["engine.prefetch=true", "engine.prefetch=false"]),
         ("gpipe train log.layers=t", ["log.layers=true"]),
         ("gpipe train precision=", ["precision=fp32", "precision=bf16", "precision=fp16"]),
-        ("gpipe eval at=", ["at=best", "at=last"]),
+        ("gpipe eval which=", ["which=best", "which=last"]),
         ("gpipe train chunks=", []),
         ("gpipe train hydra/l", ["hydra/launcher="]),
         ("gpipe train hydra/launcher=s", ["hydra/launcher=submitit_local", "hydra/launcher=submitit_slurm"]),

@@ -30,6 +30,7 @@ def _balance(settings: BalanceConfig, job: Job) -> Summary:
     memory = _memory(settings, parts)
     layers = str(balanced.layers).replace(" ", "")
     overrides = shlex.join(["balance=manual", f"balance.layers={layers}"])
+    command = f"{job.train_command(without=['balance'])} {overrides}"
     summary = {
         "balance": balanced.layers,
         "by": balance_name(settings),
@@ -39,7 +40,8 @@ def _balance(settings: BalanceConfig, job: Job) -> Summary:
         "lower_bound": balanced.lower_bound,
         "imbalance": balanced.imbalance,
         "memory_bytes": memory,
-        "paste": f"{job.train_command(without=['balance'])} {overrides}",
+        "train_command": command,
+        "paste": command,  # its former name, for one release
         "command": job.line,
     }
     if job.shows_result:
@@ -79,4 +81,4 @@ def _print(parts: RunParts, memory: list[float] | None, summary: Summary) -> Non
         else f"{summary[key]:.4g} {balanced.unit}"
         for key in ("max", "lower_bound")
     }
-    print_facts("", {**figures, "imbalance": summary["imbalance"], "paste": summary["paste"]})
+    print_facts("", {**figures, "imbalance": summary["imbalance"], "train_command": summary["train_command"]})

@@ -34,7 +34,7 @@ def run(settings: ExportConfig, job: Job) -> Summary:
     key, value = ("run", settings.run) if settings.snapshot is None else ("snapshot", settings.snapshot)
     assert value is not None, "the configuration was checked"
     search = partial(first_valid_snapshot, wanted=() if settings.format in FORMATS else (MODEL,))
-    chosen = choose_snapshot(key, value, settings.at, search)
+    chosen = choose_snapshot(key, value, settings.which or settings.at, search)
     write = FORMATS.get(settings.format, _write_file)
     facts = {"out": str(out), **write(chosen.verified, out), "snapshot": str(chosen.verified.path)}
     print_status(chosen.reason)

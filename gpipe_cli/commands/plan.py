@@ -127,7 +127,7 @@ def _train_command(settings: PlanConfig, best: Prediction, job: Job) -> str:
 
 
 def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[str, Any]:
-    searched = planned.searched
+    searched, command = planned.searched, _train_command(settings, plans[0], job)
     # An order that was searched for may be shorter than all schedules allow, whether it is recommended or not.
     alike = [plan.lower_bound_ms for plan in plans if plan.batch_size == plans[0].batch_size]
     bound = min(searched.lower_bound_ms, *alike)
@@ -145,7 +145,8 @@ def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned
         "chunks_left_out": planned.skipped_chunks,
         "plain_bytes_too_large": planned.plain_bytes,
         **({"largest_error": max(errors)} if errors else {}),
-        "paste": _train_command(settings, plans[0], job),
+        "train_command": command,
+        "paste": command,  # its former name, for one release
         "command": job.line,
     }
 
@@ -176,6 +177,6 @@ def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: St
         "lower bound": f"{summary['lower_bound']:.4g} ms, {100 * summary['gap']:.2f} % below the best plan",
         **({"bubble by memory": _curve_text(summary["memory_curve"])} if summary["memory_curve"] else {}),
         "advice": summary["advice"],
-        "paste": summary["paste"],
+        "train_command": summary["train_command"],
     }
     print_facts("", facts)

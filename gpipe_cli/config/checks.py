@@ -30,6 +30,7 @@ CHOICES = {
     "shard": ("none", "optimizer"),
     "split": ("test", "train", "validation"),
     "sort": ("order", "time", "memory"),
+    "which": ("best", "last"),
     "at": ("best", "last"),
     "format": ("safetensors", "hf", "peft"),
     "kind": ("slurm", "torchrun"),
@@ -159,7 +160,7 @@ def _combinations(flat: Mapping[str, Any]) -> Iterator[str]:
         yield from _plan(flat)
     if "epochs" in flat:
         yield from _training(flat)
-    if "at" in flat:
+    if "which" in flat:
         yield from _saved(flat)
 
 
@@ -268,8 +269,10 @@ def _saved(flat: Mapping[str, Any]) -> Iterator[str]:
         yield f"run: give the run to {use}, run=runs/train/...{others}"
     elif len(given) > 1:
         yield f"{given[0]} and {given[1]} exclude each other; give one of them"
-    elif flat["at"] is not None and flat["run"] is None:
-        yield f"at={flat['at']}: chooses among the snapshots of run=...; with {given[0]} leave it out"
+    elif flat["which"] is not None and flat["at"] is not None:
+        yield "which and at are two names of one key; give which"
+    elif (which := flat["which"] or flat["at"]) is not None and flat["run"] is None:
+        yield f"which={which}: chooses among the snapshots of run=...; with {given[0]} leave it out"
     if flat.get("format") in ("hf", "peft") and flat["out"] is None:
         yield f"format={flat['format']}: writes a directory; give out=<directory>"
     if "input" in flat:

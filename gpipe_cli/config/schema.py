@@ -246,10 +246,12 @@ class SavedConfig(CommandConfig):
 
     run: str | None = None
     """The run directory whose best snapshot to use, with the settings it was trained with."""
-    at: str | None = None
+    which: str | None = None
     """Which snapshot of `run`: best (of snapshot.monitor) or last; null: the best if there is one, else the last."""
     snapshot: str | None = None
     """A snapshot of a run, instead of `run`."""
+    at: str | None = None
+    """The former name of `which`; the next release will not know it."""
 
 
 @dataclass

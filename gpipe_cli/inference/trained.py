@@ -116,7 +116,7 @@ def snapshot_of(settings: TrainedConfig, job: Job, world: World) -> ChosenSnapsh
     for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
         if value is not None:
             says = is_main_process() and not launches
-            chosen = choose_snapshot(key, value, settings.at, search, warn=says)
+            chosen = choose_snapshot(key, value, settings.which or settings.at, search, warn=says)
             if says:
                 print_status(chosen.reason)
             snapshot = chosen.verified

@@ -168,7 +168,8 @@ class Prediction:
             "limit": self.limit.name,
             "limit_share": self.limit.share,
             "limits": dict(self.limit.shares),
-            "paste": self.overrides,
+            "overrides": self.overrides,
+            "paste": self.overrides,  # its former name, for one release
             **({} if self.measured_ms is None else {"measured_ms": self.measured_ms, "error": self.error}),
         }
 

@@ -38,7 +38,6 @@ from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 from gpipe_cli.tensor_files.weights_file import read_weights
 
 BEST, LAST = "best", "last"
-AT = (BEST, LAST)
 
 
 def saved_config(run: Path) -> DictConfig:
@@ -209,21 +208,21 @@ class ChosenSnapshot:
 
 
 def choose_snapshot(
-    key: str, value: str, at: str | None, search: Search, *, warn: bool = True
+    key: str, value: str, which: str | None, search: Search, *, warn: bool = True
 ) -> ChosenSnapshot:
     """Read the snapshot that `key=value` names, or the best or last one of the run that it names.
 
-    at: `best` or `last`; None for the best one if the run knows it, else the last.
+    which: `best` or `last`; None for the best one if the run knows it, else the last.
     warn: as for `select_snapshot`.
     """
     newest = _newest_record(Path(value), warn=warn) if key == "run" else None
     best = None if newest is None else newest.best
-    if at == BEST and newest is not None and best is None:
+    if which == BEST and newest is not None and best is None:
         raise RunError(
-            f"at={BEST}: run={value} has no best snapshot, because it has not been evaluated yet or has "
-            f"snapshot.monitor=null; give at={LAST}"
+            f"which={BEST}: run={value} has no best snapshot, because it has not been evaluated yet or has "
+            f"snapshot.monitor=null; give which={LAST}"
         )
-    if newest is None or best is None or at == LAST:
+    if newest is None or best is None or which == LAST:
         snapshot = select_snapshot(key, value, search, warn=warn)
         name, known = LAST if key == "run" else key, "" if best is None else f" (best: {_describe(best)})"
         record = record_of(snapshot.path, snapshot.manifest)
@@ -233,7 +232,7 @@ def choose_snapshot(
     except RunError as error:
         raise RunError(
             f"run={value}: its best snapshot ({_describe(best)}) cannot be used: {error}; "
-            f"give at={LAST} to use the last one"
+            f"give which={LAST} to use the last one"
         ) from error
     record = record_of(snapshot.path, snapshot.manifest)
     return ChosenSnapshot(snapshot, f"{BEST}: {_describe(best)} of {newest.position.step}{_average(record)}")

@@ -26,8 +26,9 @@ def test_a_balance_covers_the_model_and_can_be_pasted(gpipe: Gpipe, tmp_path: Pa
     assert summary["by"] == by
     assert len(summary["balance"]) == 3 and sum(summary["balance"]) == len(summary["costs"]) == 10
     assert summary["max"] >= summary["lower_bound"] > 0 and summary["imbalance"] >= 1
-    pasted = gpipe(*shlex.split(summary["paste"])[1:], "--dry-run", "--json").json
+    pasted = gpipe(*shlex.split(summary["train_command"])[1:], "--dry-run", "--json").json
     assert [row["layers"] for row in pasted["partitions"]] == summary["balance"]
+    assert summary["paste"] == summary["train_command"], "the former name of the key"
     assert not (tmp_path / "runs").exists()
 
 

@@ -162,35 +162,35 @@ def test_the_best_snapshot_is_evaluated_unless_another_is_asked_for(tiny: Gpipe,
     default = tiny("eval", "run=run", ALLOW, "--json")
     assert default.err == f"best: eval loss {best['loss']:.4g} at step {best['step']} of 16\n"
     assert default.json["loss"] == best["loss"]
-    newest = tiny("eval", "run=run", "at=last", ALLOW, "--json")
+    newest = tiny("eval", "run=run", "which=last", ALLOW, "--json")
     assert newest.err.startswith("last: step 16 (best: eval loss ") and newest.json["loss"] == last["loss"]
     named = tiny("eval", "snapshot=run/snapshots/step-00000016", ALLOW, "--json")
     assert named.err == "snapshot: step 16\n" and named.json["loss"] == last["loss"]
     exported = tiny("export", "run=run", "--json")
     assert exported.err == default.err and exported.json["snapshot"].endswith(f"step-{best['step']:08d}")
-    assert tiny("export", "run=run", "at=last", "out=last", "--json").json["snapshot"].endswith("16")
+    assert tiny("export", "run=run", "which=last", "out=last", "--json").json["snapshot"].endswith("16")
 
     (tmp_path / f"run/snapshots/step-{best['step']:08d}/model.safetensors").write_bytes(b"damaged")
     for command in (("eval", "run=run", ALLOW), ("export", "run=run", "out=other")):
         answer = tiny(*command)
         assert answer.code == 4 and "its best snapshot (eval loss" in answer.err
-        assert answer.err.endswith("give at=last to use the last one\n")
-    assert tiny("eval", "run=run", "at=last", ALLOW).code == 0
+        assert answer.err.endswith("give which=last to use the last one\n")
+    assert tiny("eval", "run=run", "at=last", ALLOW).code == 0, "the former name of the key"
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["run=run", "at=bset"], 2, "at=bset: did you mean 'best'?"),
+        (["run=run", "which=bset"], 2, "which=bset: did you mean 'best'?"),
         (
-            ["weights=w.safetensors", "at=best"],
+            ["weights=w.safetensors", "which=best"],
             2,
-            "at=best: chooses among the snapshots of run=...; with weights",
+            "which=best: chooses among the snapshots of run=...; with weights",
         ),
         (
-            ["run=run", "at=best"],
+            ["run=run", "which=best"],
             4,
-            "at=best: run=run has no best snapshot, because it has not been evaluated yet or",
+            "which=best: run=run has no best snapshot, because it has not been evaluated yet or",
         ),
     ],
 )

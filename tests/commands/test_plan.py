@@ -35,8 +35,8 @@ def test_a_plan_for_this_machine_has_its_fields_and_can_be_trained(tiny: Gpipe, 
         assert plan.keys() >= FIELDS and sum(plan["balance"]) == 8
         assert plan["measured_ms"] > 0 and plan["predicted_ms"] >= answer["lower_bound"] * (1 - 1e-9)
     assert not (tmp_path / "runs").exists()
-    assert answer["paste"].startswith("gpipe train model._target_=tiny_for_tests.build")
-    words = answer["paste"].replace("'", "").split()[2:]
+    assert answer["train_command"].startswith("gpipe train model._target_=tiny_for_tests.build")
+    words = answer["train_command"].replace("'", "").split()[2:]
     trained = tiny("train", *words, "--dry-run", "--json").json
     assert [row["layers"] for row in trained["partitions"]] == answer["best"]["balance"]
 
@@ -81,7 +81,7 @@ def test_only_partitions_that_need_it_recompute_in_the_plan_and_in_training(gpip
     modes = answer["best"]["checkpoint"]
     assert modes == ["always", "never", "never"]
     assert answer["best"]["predicted_peak_bytes"] <= 4 * 2**20
-    paste = answer["paste"].split()[2:]
+    paste = answer["train_command"].split()[2:]
     assert f"checkpoint=[{','.join(modes)}]" in paste
     trained = gpipe("train", *paste, "steps=1", "log.partitions=true", "--json").json
     log = (Path(trained["run_dir"]) / "train.log").read_text()
@@ -160,8 +160,8 @@ def test_precision_and_replicas_are_part_of_an_estimate(gpipe: Gpipe) -> None:
     replicas = gpipe(*words, "precision=fp16", "data_parallel=2").json
     assert replicas["best"]["devices"] <= 2
     assert (
-        "engine=processes devices=" in replicas["paste"]
-        and "precision=fp16 data_parallel=2" in replicas["paste"]
+        "engine=processes devices=" in replicas["train_command"]
+        and "precision=fp16 data_parallel=2" in replicas["train_command"]
     )
 
 
@@ -186,7 +186,10 @@ def test_searched_orders_are_candidates_and_can_be_asked_for(gpipe: Gpipe) -> No
     pipelines = [each for each in answer["candidates"] if each["engine"] == "threads"]
     assert pipelines and all(each["schedule"] == "auto" for each in pipelines)
     # Training searches again, within the memory that the plan has.
-    assert "schedule=auto" in answer["paste"] and f"device_memory={80 * 2**30}" in answer["paste"]
+    assert (
+        "schedule=auto" in answer["train_command"]
+        and f"device_memory={80 * 2**30}" in answer["train_command"]
+    )
     assert 0 <= answer["gap"] < 1
     assert [point["share"] for point in answer["memory_curve"]][-1] == 2.0
     fixed = gpipe("plan", *words, *given, "schedule=1f1b", "--json").json
@@ -232,7 +235,7 @@ def test_a_page_shows_candidates_timeline_and_limits(gpipe: Gpipe, tmp_path: Pat
     ):
         assert f"<h2>{heading}</h2>" in text
     assert text.count("<circle") > 3 and text.count('class="candidate plain"') == 1
-    assert "page=" not in answer["paste"] and "waiting for the slowest partition" in text
+    assert "page=" not in answer["train_command"] and "waiting for the slowest partition" in text
     # It replaces a page of its own, and nothing else.
     assert gpipe(*words, f"page={page}").code == 0
     page.write_text("mine", encoding="utf-8")
@@ -245,7 +248,8 @@ def test_with_a_limit_of_memory_the_batch_size_is_part_of_the_plan(gpipe: Gpipe)
     answer = gpipe(*words, "device_memory=24MiB").json
     best = answer["best"]
     assert (
-        f"batch_size={best['batch_size']} " in answer["paste"] and best["predicted_peak_bytes"] <= 24 * 2**20
+        f"batch_size={best['batch_size']} " in answer["train_command"]
+        and best["predicted_peak_bytes"] <= 24 * 2**20
     )
     others = [each for each in answer["candidates"] if each["batch_size"] != best["batch_size"]]
     assert others and all(each["samples_per_second"] <= best["samples_per_second"] for each in others)
@@ -256,8 +260,8 @@ def test_with_a_limit_of_memory_the_batch_size_is_part_of_the_plan(gpipe: Gpipe)
     assert given["paste"].count("batch_size=") == 1 and given["paste"].count("chunks=") == 1
     # Two replicas without a pipeline recompute nothing, as planned.
     replicas = gpipe(*words, "device_memory=24MiB", "data_parallel=2").json
-    assert f"batch_size={replicas['best']['batch_size']} balance=manual" in replicas["paste"]
-    assert "checkpoint=never engine=processes devices=2" in replicas["paste"]
+    assert f"batch_size={replicas['best']['batch_size']} balance=manual" in replicas["train_command"]
+    assert "checkpoint=never engine=processes devices=2" in replicas["train_command"]
 
 
 @pytest.mark.slow
@@ -266,7 +270,7 @@ def test_a_batch_size_that_was_measured_here_fits_too(tiny: Gpipe) -> None:
     answer = tiny("plan", *words, "devices=[cpu,cpu]", "device_memory=200KiB", "--json").json
     best = answer["best"]
     assert best["predicted_peak_bytes"] <= 200 * 2**10 and best["batch_size"] <= 64
-    assert f"batch_size={best['batch_size']} " in answer["paste"]
+    assert f"batch_size={best['batch_size']} " in answer["train_command"]
 
 
 def test_where_no_pipeline_fits_slices_of_the_model_do(gpipe: Gpipe) -> None:

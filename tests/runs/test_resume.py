@@ -256,7 +256,7 @@ def test_a_damaged_snapshot_is_skipped_unless_it_was_named(
     assert answer.code == 0 and "optimizer.safetensors: damaged" in answer.err
     assert "resuming from run/snapshots/step-00000006" in answer.err
     assert facts(tmp_path / "run") == unbroken
-    assert (newest.parent / "step-00000007.aside").is_dir(), "evidence is kept"
+    assert (newest.parent / "step-00000007.quarantined").is_dir(), "evidence is kept"
 
 
 @pytest.mark.slow
@@ -267,9 +267,9 @@ def test_a_run_can_go_back_to_an_earlier_snapshot(
     early = tmp_path / "run" / "snapshots" / "step-00000006"
     assert gpipe("train", f"resume={early}", ALLOW, "partitions=1").code == 0
     assert facts(tmp_path / "run") == unbroken
-    assert {path.name for path in early.parent.glob("*.aside")} == {
-        "step-00000007.aside",
-        "step-00000008.aside",
+    assert {path.name for path in early.parent.glob("*.quarantined")} == {
+        "step-00000007.quarantined",
+        "step-00000008.quarantined",
     }
 
 

@@ -47,7 +47,7 @@ def plan_page(summary: Facts, step: StepTimeline | None) -> str:
         memory_curve=_memory_curve(curve) if curve else None,
         candidates=candidates,
         rates=[_rate(each) for each in candidates],
-        train_command=summary["paste"],
+        train_command=summary["train_command"],
     )
 
 
@@ -115,7 +115,7 @@ def _dot(number: int, candidate: Facts, x: float, y: float) -> Markup:
     text = '<text x="{x}%" y="{y}%" dx="9" dy="4">{number}</text>' if is_best or is_plain else ""
     return shape(
         f'<g><title>{{title}}</title><circle class="candidate {{kind}}" cx="{{x}}%" cy="{{y}}%" r="{{r}}"/>{text}</g>',
-        title=f"{number + 1}: {candidate['predicted_ms']:.4g} ms\n{candidate['paste']}",
+        title=f"{number + 1}: {candidate['predicted_ms']:.4g} ms\n{candidate['overrides']}",
         kind="plain" if is_plain else curve_class(0 if is_best else 1),
         x=100 * x,
         y=100 * (1 - y),

@@ -39,7 +39,7 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 READERS = 4
 """Files read at once: hashing keeps one core per file busy."""
 SNAPSHOTS = "snapshots"
-ASIDE = ".aside"
+QUARANTINED = ".quarantined"
 _NAME = re.compile(r"step-(\d{8,18})", flags=re.ASCII)
 
 
@@ -275,13 +275,13 @@ def rewind_snapshots(run: Path, step: int, used: Path | None) -> list[str]:
         remove(path, run)
     newer = [path for path in snapshot_paths(run) if (snapshot_step(path) or 0) >= step]
     # samefile: the user may have named the snapshot by another path.
-    return [_set_aside(path, run) for path in newer if used is None or not path.samefile(used)]
+    return [_quarantine(path, run) for path in newer if used is None or not path.samefile(used)]
 
 
-def _set_aside(path: Path, run: Path) -> str:
+def _quarantine(path: Path, run: Path) -> str:
     with open_directory(path.parent, run) as parent:
         for attempt in itertools.count(1):
-            name = f"{path.name}{ASIDE}{'' if attempt == 1 else f'-{attempt}'}"
+            name = f"{path.name}{QUARANTINED}{'' if attempt == 1 else f'-{attempt}'}"
             # rename would silently replace an empty directory, so look for a free name. The run's lock keeps other
             # writers from taking it in between.
             if not os.path.lexists(path.with_name(name)):

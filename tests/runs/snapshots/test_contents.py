@@ -329,13 +329,19 @@ def test_snapshots_of_a_future_that_is_given_up_are_set_aside(tmp_path: Path) ->
         "step-00000003",
         "step-00000005",
         "step-00000007",
-        "step-00000007.aside",
+        "step-00000007.quarantined",
         "step-00000009.tmp",
         "own",
     ):
         (folder / name).mkdir(parents=True)
-    assert rewind_snapshots(tmp_path, 5, folder / "step-00000005") == ["step-00000007.aside-2"]
-    names = {"step-00000003", "step-00000005", "step-00000007.aside", "step-00000007.aside-2", "own"}
+    assert rewind_snapshots(tmp_path, 5, folder / "step-00000005") == ["step-00000007.quarantined-2"]
+    names = {
+        "step-00000003",
+        "step-00000005",
+        "step-00000007.quarantined",
+        "step-00000007.quarantined-2",
+        "own",
+    }
     assert {path.name for path in folder.iterdir()} == names
     rewind_snapshots(tmp_path, 0, None)
     assert not list(folder.glob("step-????????"))
