@@ -20,7 +20,7 @@ LEVELS = """
     __main__
     cli
     completion sweep
-    help sweep_job
+    help
     jobs
     commands
     runs check
@@ -68,8 +68,8 @@ COMPONENTS = {
 BUILDERS = {"build", "runs", "runs.saved", "inference", "run"}
 """The areas that reach the components."""
 ONLY_IN = {
-    "hydra": {"config", "sweep", "sweep_job"},
-    "omegaconf": {"config", "sweep", "sweep_job", "build", "runs", "inference", "run"},
+    "hydra": {"config", "sweep"},
+    "omegaconf": {"config", "sweep", "build", "runs", "inference", "run"},
     "torchvision": {"vision"},
     "transformers": {"huggingface"},
 }
