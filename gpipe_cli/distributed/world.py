@@ -62,7 +62,7 @@ class World:
         except Exception as error:  # noqa: BLE001 - raised again once the others know
             kind = "" if isinstance(error, GpipeError) else f"{type(error).__name__}: "
             failure, answer["error"] = error, f"{kind}{error}"
-        answers = [answer] if self.size == 1 else gather_json(answer, self._group)
+        answers = gather_json(answer, self._group)
         if failure is not None:
             raise failure
         for rank, other in enumerate(answers):
@@ -71,10 +71,8 @@ class World:
         return [other["value"] for other in answers]
 
     @property
-    def _group(self) -> ProcessGroup:
-        group = self.group or distributed.group.WORLD
-        assert group is not None, "torch.distributed is initialized"
-        return group
+    def _group(self) -> Group:
+        return None if self.size == 1 else self.group or distributed.group.WORLD
 
     def max(self, number: int) -> int:
         """The largest of the numbers that the ranks give."""
@@ -98,41 +96,52 @@ class World:
 
     def from_rank_zero(self, value: Any) -> Any:
         """The JSON value of rank 0; those of the other ranks are ignored."""
-        return value if self.size == 1 else broadcast_json(value, 0, self._group)
+        return broadcast_json(value, 0, self._group)
 
 
-def broadcast_numbers(numbers: Tensor, source: int, group: ProcessGroup) -> Tensor:
+Group = ProcessGroup | None
+"""The processes that exchange numbers and text; None for a process alone, which gets back what it gives."""
+
+
+def broadcast_numbers(numbers: Tensor, source: int, group: Group) -> Tensor:
     """The numbers of rank `source` of the group, as doubles; the other ranks pass as many, which are ignored."""
     shared = _doubles(numbers)
-    distributed.broadcast(shared, group=group, group_src=source)
+    if group is not None:
+        distributed.broadcast(shared, group=group, group_src=source)
     return shared
 
 
-def sum_of_numbers(numbers: Tensor, group: ProcessGroup) -> Tensor:
+def sum_of_numbers(numbers: Tensor, group: Group) -> Tensor:
     total = _doubles(numbers)
-    distributed.all_reduce(total, group=group)
+    if group is not None:
+        distributed.all_reduce(total, group=group)
     return total
 
 
-def gather_numbers(numbers: Tensor, group: ProcessGroup) -> Tensor:
+def gather_numbers(numbers: Tensor, group: Group) -> Tensor:
     """One row per rank; all ranks pass equally many numbers."""
     own = _doubles(numbers)
+    if group is None:
+        return own.unsqueeze(0)
     rows = own.new_empty(distributed.get_world_size(group), len(own))
     distributed.all_gather(list(rows), own, group=group)
     return rows
 
 
-def broadcast_tensor(tensor: Tensor | None, source: int, group: ProcessGroup) -> Tensor:
+def broadcast_tensor(tensor: Tensor | None, source: int, group: Group) -> Tensor:
     """The tensor of rank `source` of the group, on the CPU; the other ranks pass None."""
     header = None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
     dtype, shape = broadcast_json(header, source, group)
     own = torch.empty(shape, dtype=getattr(torch, dtype)) if tensor is None else tensor.to("cpu").contiguous()
-    distributed.broadcast(own.view(-1), group=group, group_src=source)
+    if group is not None:
+        distributed.broadcast(own.view(-1), group=group, group_src=source)
     return own
 
 
-def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
+def broadcast_json(value: Any, source: int, group: Group) -> Any:
     """The value of rank `source` of the group; the values that other ranks pass are ignored."""
+    if group is None:
+        return value
     text = encode(value)
     length = int(broadcast_numbers(torch.tensor([len(text)]), source, group))
     if distributed.get_rank(group) != source:
@@ -141,8 +150,10 @@ def broadcast_json(value: Any, source: int, group: ProcessGroup) -> Any:
     return decode(text)
 
 
-def gather_json(value: Any, group: ProcessGroup) -> list[Any]:
+def gather_json(value: Any, group: Group) -> list[Any]:
     """The values of all ranks of the group, by rank."""
+    if group is None:
+        return [value]
     text = encode(value)
     lengths = [int(length) for length in gather_numbers(torch.tensor([len(text)]), group)]
     # all_gather wants rows of one length.

@@ -2,7 +2,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpipe_cli.distributed.world import World
+import torch
+
+from gpipe_cli.distributed.groups import RankCoords
+from gpipe_cli.distributed.world import (
+    World,
+    broadcast_json,
+    broadcast_numbers,
+    broadcast_tensor,
+    gather_json,
+    gather_numbers,
+    sum_of_numbers,
+)
 from tests.support.forked_ranks import run_ranks
 
 
@@ -10,6 +21,16 @@ def test_a_single_process_agrees_with_itself() -> None:
     alone = World.current()
     assert alone == World() and alone.is_rank_zero
     assert alone.max(3) == alone.min(3) == 3 and alone.from_rank_zero("runs/1") == "runs/1"
+
+
+def test_a_rank_that_is_alone_gets_back_what_it_gives() -> None:
+    coords, numbers = RankCoords.alone(torch.device("cpu")), torch.tensor([2.0, 3.0], dtype=torch.float64)
+    assert coords.has_output and coords.own_partitions == [0] and coords.pipe is None is coords.data
+    assert broadcast_json({"a": [1]}, 0, coords.pipe) == {"a": [1]} and gather_json(3, coords.pipe) == [3]
+    for got in (broadcast_numbers, broadcast_tensor):
+        assert got(numbers, coords.last_rank, coords.pipe).equal(numbers)
+    assert sum_of_numbers(numbers, coords.data).equal(numbers)
+    assert gather_numbers(numbers, coords.data).equal(numbers.unsqueeze(0))
 
 
 def agree(rank: int, ranks: int, folder: Path) -> None:
