@@ -38,7 +38,7 @@ from gpipe_cli.profiling.timeline import (
 )
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_facts, print_rows
-from gpipe_cli.report.timeline import print_step_timeline
+from gpipe_cli.report.trace import print_step_timeline
 from gpipe_cli.schedule.orders import BY_SLICE
 from gpipe_cli.schedule.simulate import Simulation
 

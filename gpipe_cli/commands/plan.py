@@ -32,7 +32,7 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.plan_page import plan_page
 from gpipe_cli.report.page.render import check_replaceable
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.report.timeline import print_step_timeline
+from gpipe_cli.report.trace import print_step_timeline
 from gpipe_cli.run.estimated_devices import estimated_devices
 from gpipe_cli.run.planning import Planned, Planner
 from gpipe_cli.runs.directory import write_text

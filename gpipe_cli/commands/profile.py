@@ -29,7 +29,7 @@ from gpipe_cli.profiling.timeline import BalanceGain
 from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
 from gpipe_cli.report.page.render import PAGE
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.report.timeline import trace_json
+from gpipe_cli.report.trace import trace_json
 from gpipe_cli.runs.directory import check_run_dir, make_run_directory, write_json, write_text
 from gpipe_cli.runs.launch_record import launch_facts, write_config, write_launch
 from gpipe_cli.runs.summary import write_report

@@ -43,6 +43,7 @@ MOVED = {
     "gpipe_cli.loggers.none.build": "gpipe_cli.loggers.protocol.NoLogger",
     "gpipe_cli.losses.auxiliary.AuxiliaryCrossEntropy": "gpipe_cli.losses.cross_entropy.AuxiliaryCrossEntropy",
     "gpipe_cli.losses.token_cross_entropy.TokenCrossEntropy": "gpipe_cli.losses.cross_entropy.TokenCrossEntropy",
+    "gpipe_cli.models.hf.model.build": "gpipe_cli.models.hf.pretrained.build",
 }
 """Targets that files of earlier versions name, and what they are called now."""
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no private segment

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpipe_cli.data.datasets import BatchedSamples, Samples, generator_for
 from gpipe_cli.data.transforms import Transform
-from gpipe_cli.data.workers import Batch, load_in_workers, pinned
+from gpipe_cli.data.worker_processes import Batch, load_in_workers, pinned
 from gpipe_cli.errors import DataError
 from gpipe_cli.pytree import ModelInput, Template, flatten, map_tensors, unflatten
 from gpipe_cli.values import IGNORED_LABEL

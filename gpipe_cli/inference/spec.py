@@ -22,7 +22,7 @@ from gpipe_cli import __version__
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.step import make_loss
 from gpipe_cli.config.schema import ModelConfig
-from gpipe_cli.config.targets import REMOVED_TABLES
+from gpipe_cli.config.targets import REMOVED_TABLES, with_current_names
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.transforms import Normalize
 from gpipe_cli.errors import ConfigError, RunError
@@ -123,7 +123,7 @@ class InferenceSpec:
             mean=_statistics(content, "mean", shape),
             std=_statistics(content, "std", shape),
             target_shape=_sizes(content, "target_shape"),
-            **{name: content[name] for name in COMPONENTS},
+            **{name: with_current_names(content[name]) for name in COMPONENTS},
             gpipe=content["gpipe"],
         )
 

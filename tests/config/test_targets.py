@@ -26,7 +26,7 @@ OURS = {
     "model": {
         "gpipe_cli.models.amoebanetd.build",
         "gpipe_cli.models.gpt.build",
-        "gpipe_cli.models.hf.model.build",
+        "gpipe_cli.models.hf.pretrained.build",
         "gpipe_cli.models.mlp.build",
         "gpipe_cli.models.resnet.build",
         "gpipe_cli.models.timm_zoo.build",
@@ -163,7 +163,7 @@ def test_of_torch_and_torchvision_a_group_takes_a_kind(callables: dict[str, Any]
         ("engine", "gpipe_cli.launch.fork_server.ForkServer"),
         ("balance", "gpipe_cli.balance.time.measured"),
         ("logger", "gpipe_cli.loggers.protocol.LoggedRun"),
-        ("data", "gpipe_cli.data.workers.Path"),
+        ("data", "gpipe_cli.data.worker_processes.Path"),
         ("data", "torchvision.datasets.CIFAR10"),
         ("data", "torchvision.datasets.DatasetFolder"),
         ("data", "torchvision.datasets.utils.download_url"),

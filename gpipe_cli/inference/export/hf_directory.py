@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
-from gpipe_cli.models.hf import model as hf_model
+from gpipe_cli.models.hf import pretrained
 from gpipe_cli.models.hf.lora import ADAPTER, LoraSettings, lora_config
-from gpipe_cli.models.hf.model import CLASSIFICATION, model_class
+from gpipe_cli.models.hf.pretrained import CLASSIFICATION, model_class
 from gpipe_cli.models.weights import fitted_weights
 from gpipe_cli.runs.saved import saved_config, weights_file
 from gpipe_cli.runs.snapshots.base_weights import base_of_snapshot, check_base
@@ -31,7 +31,7 @@ from gpipe_cli.runs.snapshots.manifest import VerifiedSnapshot, run_directory_of
 from gpipe_cli.runs.snapshots.tensors import encode
 from gpipe_cli.safe_files import read_regular
 
-TARGET = f"{hf_model.__name__}.build"
+TARGET = f"{pretrained.__name__}.build"
 MAX_SHARD = "5GB"
 COPIED = """
     tokenizer*.json tokenizer.model *.tiktoken vocab.json vocab.txt merges.txt spiece.model sentencepiece*.model
@@ -135,7 +135,7 @@ class TrainedModel:
         """The model on the meta device, without adapters and with as many classes as in `tensors`; and its task."""
         config = load_config(self.path)
         task, chosen = model_class(config, self.node.get("task"), str(self.path))
-        dtype = hf_model.DTYPES[self.node.get("dtype") or "float32"]
+        dtype = pretrained.DTYPES[self.node.get("dtype") or "float32"]
         with torch.device("meta"):
             model = chosen._from_config(config, dtype=dtype)
             if task in CLASSIFICATION and (classes := _classes(model, tensors)) is not None:

@@ -14,7 +14,7 @@ from typing import Any, final
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.page.curves import MetricCurve, read_curves
 from gpipe_cli.report.page.predictions import Predictions, TextSample, read_predictions, read_text_sample
-from gpipe_cli.report.timeline import IDEAL, MEASURED
+from gpipe_cli.report.trace import IDEAL, MEASURED
 from gpipe_cli.runs.reader import (
     RUN_FILES,
     RunReader,

@@ -12,7 +12,7 @@ import yaml
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.huggingface import transformers
 from gpipe_cli.inference.export import hf_directory
-from gpipe_cli.models.hf.model import build
+from gpipe_cli.models.hf.pretrained import build
 from gpipe_cli.runs.snapshots.manifest import snapshot_path
 from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
 from gpipe_cli.runs.snapshots.writing import write_snapshot

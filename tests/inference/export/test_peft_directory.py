@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.huggingface import import_package, transformers
-from gpipe_cli.models.hf.model import build
+from gpipe_cli.models.hf.pretrained import build
 from gpipe_cli.runs.snapshots.manifest import snapshot_path
 from gpipe_cli.runs.snapshots.record import BaseFiles, TrainingRecord, digest_files, versions
 from gpipe_cli.runs.snapshots.writing import write_snapshot
@@ -43,7 +43,8 @@ def save_run(run: Path, node: dict[str, Any], **built: Any) -> nn.Module:
     path.parent.mkdir(parents=True)
     write_snapshot(path, module_state(model, frozen), record, lambda: None)
     OmegaConf.save(
-        {"model": {"_target_": "gpipe_cli.models.hf.model.build", **node}, "data": {}}, run / "config.yaml"
+        {"model": {"_target_": "gpipe_cli.models.hf.pretrained.build", **node}, "data": {}},
+        run / "config.yaml",
     )
     return model.eval()
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpipe_cli.errors import ConfigError, GpipeError, RunError
-from gpipe_cli.models.hf.model import build
+from gpipe_cli.models.hf.pretrained import build
 from tests.support.hugging_face_models import save_model, tiny_config
 
 LM = "AutoModelForCausalLM"

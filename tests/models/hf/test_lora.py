@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import transformers
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
-from gpipe_cli.models.hf.model import build
+from gpipe_cli.models.hf.pretrained import build
 from gpipe_cli.sequential.deferred import DeferredParameter, load_parameters
 from tests.support.hugging_face_models import save_model, tiny_config
 

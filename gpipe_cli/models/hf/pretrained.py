@@ -15,7 +15,7 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import load_config, read_json, transformers
-from gpipe_cli.models.hf.loading import Loading, is_in_head, stored_tensors
+from gpipe_cli.models.hf.deferred_loading import Loading, is_in_head, stored_tensors
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
 from gpipe_cli.models.weights import shape_text
 from gpipe_cli.sequential.deferred import DeferredParameter

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.profiling.timeline import StepTimeline, run_steps
-from gpipe_cli.report.timeline import (
+from gpipe_cli.report.trace import (
     IDEAL,
     MEASURED,
     print_step_timeline,

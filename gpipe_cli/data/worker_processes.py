@@ -149,13 +149,13 @@ def _sigchld_gate() -> AbstractContextManager[None]:
 
 @final
 @dataclass(frozen=True)
-class _Loaded:
+class _LoadedBatch:
     """A batch on its way from a worker. Left to itself, torch would pin a tuple of tensors as a list."""
 
     batch: Batch
 
-    def pin_memory(self) -> _Loaded:
-        return _Loaded(pinned(self.batch))
+    def pin_memory(self) -> _LoadedBatch:
+        return _LoadedBatch(pinned(self.batch))
 
 
 @final
@@ -182,9 +182,9 @@ class _WorkerDataset:
     def __init__(self, load: Callable[[Any], Batch]) -> None:
         self._load = load
 
-    def __getitem__(self, request: Any) -> _Loaded | _Failure:
+    def __getitem__(self, request: Any) -> _LoadedBatch | _Failure:
         try:
-            return _Loaded(self._load(request))
+            return _LoadedBatch(self._load(request))
         except DataError as error:
             return _Failure(str(error), traceback.format_exc())
 

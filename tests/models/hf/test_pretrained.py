@@ -10,7 +10,7 @@ import torch
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import transformers
-from gpipe_cli.models.hf.model import build
+from gpipe_cli.models.hf.pretrained import build
 from gpipe_cli.sequential import to_sequential
 from gpipe_cli.sequential.deferred import DeferredParameter, load_parameters
 from gpipe_cli.tensor_files.tensor_file import TensorFile
