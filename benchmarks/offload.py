@@ -143,31 +143,29 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
 
     from gpipe_cli.engines import offload
     from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
-    from gpipe_cli.offload.building import store_on_tier
-    from gpipe_cli.offload.tiers import DiskTier
     from gpipe_cli.profiling.records import Sample
+    from gpipe_cli.sequential.deferred import defer_parameters, fill_others
     from gpipe_cli.torch_internals.deferred_values import DeferredValues
 
     folder, values = Path(case["folder"]), DeferredValues()
     with values.recording():
         model = _model(case)
-    built = store_on_tier(DiskTier(folder), model, values)
+    defer_parameters(model, values)
+    fill_others([model], values)
     spec = EngineSpec(
-        built.model,
+        model,
         TrainingObjective(
             nn.functional.mse_loss, lambda output, target: {}, partial(torch.optim.AdamW, lr=1e-4)
         ),
-        [len(built.model)],
+        [len(model)],
         [torch.device("cpu")],
         chunks=1,
         eval_chunks=1,
         checkpoint="always",
         scratch=folder,
         make_sample=lambda: Sample(*_batch(case), nn.functional.mse_loss),
-        value_of=built.value_of,
     )
     engine = offload.build(spec, to="disk", slices=case["slices"], prefetch=case["prefetch"])
-    built.close()
     times, waited = [], []
     for step in range(case["steps"]):
         began = time.perf_counter()

@@ -33,6 +33,7 @@ from gpipe_cli.runs.snapshots.base_weights import BaseWeights, base_weights
 from gpipe_cli.sequential import LayerSequence, flatten_model
 from gpipe_cli.sequential.deferred import (
     DeferredParameter,
+    defer_parameters,
     load_parameters,
     move_to_meta,
 )
@@ -150,7 +151,10 @@ def make_model(
 def build_deferred(
     make: Callable[[DeferredValues | None], nn.Sequential],
 ) -> tuple[nn.Sequential, DeferredValues | None]:
-    """Build a model whose large tensors get memory later, or a whole model if its constructor needs their memory."""
+    """Build a model whose large parameters are deferred, or a whole model if its constructor needs their memory.
+
+    `values` computes its other large tensors.
+    """
     values = DeferredValues()
     try:
         model = make(values)
@@ -164,6 +168,7 @@ def build_deferred(
         if World.current().is_rank_zero:
             print_status(f"building the whole model in memory, because it cannot be divided: {error}")
         return make(None), None
+    defer_parameters(model, values)
     return model, values
 
 

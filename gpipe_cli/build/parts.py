@@ -47,8 +47,6 @@ from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.building import StoredModel, store_on_tier
-from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.profiling.measurements import ProfileCache, default_folder
 from gpipe_cli.profiling.records import has_values
@@ -66,6 +64,7 @@ from gpipe_cli.schedule import names
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.orders import AUTO, CUSTOM, FILE, ONE_F_ONE_B, may_share_devices, one_by_one
 from gpipe_cli.schedule.spec import PipelineSpec
+from gpipe_cli.sequential.deferred import fill_others
 from gpipe_cli.torch_internals.deferred_values import DeferredValues
 from gpipe_cli.values import format_bytes
 
@@ -110,10 +109,8 @@ class RunParts:
     partitioning: Partitioning
     made: ConfiguredModel
     """The model as it was made, of which `model` may be a copy without storage, and what is known of it."""
-    stored: StoredModel[nn.Sequential] | None = None
-    """The values of a model on disk."""
     values: DeferredValues | None = None
-    """How to compute the large tensors of a model that has no memory for them yet."""
+    """How to compute the large buffers of a model that has no memory for them yet."""
 
     @property
     def base(self) -> BaseWeights | None:
@@ -146,7 +143,7 @@ def build_parts(
 
     if_it_fits: the model has values only if the run measures it, and if this machine has memory for it.
     initial_weights: as for `make_model`.
-    deferred: the large tensors of the model get memory and values later.
+    deferred: the large tensors of the model get memory and values later; its parameters are deferred ones.
     print_notes: print what the user should know about the data.
     data: used instead of the configured one.
     order: that of schedule=auto or schedule=file, if it is known already.
@@ -169,12 +166,12 @@ def build_parts(
             parameter_groups(settings.optimizer, made[-1].sequence)
         return made[-1].sequence
 
-    stored = values = None
-    if storage and settings.runs_steps and keeps_on_disk(settings):
-        model, recorded = build_deferred(make)
-        stored = store_on_tier(DiskTier(scratch_folder(settings)), model, recorded or DeferredValues())
-    elif storage and deferred:
+    values = None
+    on_disk = settings.runs_steps and keeps_on_disk(settings)
+    if storage and (deferred or on_disk):
         model, values = build_deferred(make)
+        if on_disk and values is not None:
+            fill_others([model], values)
     else:
         model = make() if storage and not if_it_fits else build_on_meta(make)
         is_measured = measured_repeats(_trained_micro_batches(settings, loader)) >= LEAST_REPEATS
@@ -185,7 +182,7 @@ def build_parts(
     for note in loader.notes if print_notes else ():
         print_status(note)
     partitioning = partition_model(settings, model, loader, order)
-    return RunParts(loader, model, partitioning, made[-1], stored, values)
+    return RunParts(loader, model, partitioning, made[-1], values)
 
 
 def _fits_in_memory(model: nn.Sequential) -> bool:
@@ -357,14 +354,11 @@ def make_engine(
         measure_utilization=measure_utilization,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.loader),
-        value_of=None if parts.stored is None else parts.stored.value_of,
         referenced=parts.referenced,
     )
     cure = traits_of_engine(settings).build_memory_cure
     with report_out_of_memory("building engine and optimizer", cure):
         engine: Engine = instantiate(settings.engine, "engine", settings.allow, spec=spec)
-    if parts.stored is not None:
-        parts.stored.close()  # the engine has copied the values to its own file
     return engine
 
 

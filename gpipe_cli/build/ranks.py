@@ -42,7 +42,8 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.run.chosen_order import has_own_order, order_from_text, order_text
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.orders import may_share_devices
-from gpipe_cli.torch_internals.deferred_values import DeferredValues, tensors_in_attributes
+from gpipe_cli.sequential.deferred import fill_others
+from gpipe_cli.torch_internals.deferred_values import DeferredValues
 
 Settings = TypeVar("Settings", bound=RunConfig)
 
@@ -216,7 +217,7 @@ def _fill_own_layers(model: nn.Sequential, partitioning: Partitioning, values: D
     kept = [
         layer for index in own for layer in layers[ends[index] - partitioning.balance[index] : ends[index]]
     ]
-    values.fill(tensors_in_attributes(part for layer in kept for part in layer.modules()))
+    fill_others(kept, values)
 
 
 def with_heartbeat(engine: Engine, settings: RunConfig, parts: RunParts, world: World) -> Engine:

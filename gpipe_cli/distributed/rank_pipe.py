@@ -227,9 +227,9 @@ def keep_only(module: nn.Sequential, own: Sequence[nn.Module], device: torch.dev
     """Move the layers in `own` to `device`, and replace every tensor that none of them uses by one without storage.
 
     Every process has all modules, so that all agree on names, shapes and ties, which remain.
-    Parameters that are still in files are read for the layers in `own` only.
+    Deferred parameters are loaded for the layers in `own` only.
     """
-    load_parameters([module], device, own)
+    load_parameters(own, device)
     own_parts = {part for layer in own for part in layer.modules()}
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for part, name, tensor in tensors_in(module):

@@ -68,7 +68,7 @@ def offload_layers(
         recomputed = checkpoint_stops(spec.checkpoint, len(balance), spec.chunks)
         nbytes += boundary_bytes(module, balance, recomputed, spec.make_sample)
     tier.reserve(nbytes)
-    value_of = put_parameters_on(devices[0], module, spec.value_of)
+    value_of = put_parameters_on(devices[0], module)
     parameters = SlicedParameters.of(module, balance)
     parameters.place_shared([devices[worker] for worker in workers], value_of)
     slices = parameters.store(tier, value_of)

@@ -108,8 +108,6 @@ class EngineSpec:
     """A folder for files of offloaded tensors."""
     make_sample: Callable[[], Sample] | None = None
     """Makes a micro-batch from which an engine may learn shapes and sizes."""
-    value_of: Callable[[Tensor], Tensor] | None = None
-    """Returns the value of a parameter that was built without storage."""
     referenced: frozenset[str] = frozenset()
     """Frozen parameters, by name, that the state of the engine leaves out: they are in files, which do not change."""
 

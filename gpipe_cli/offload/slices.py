@@ -11,6 +11,7 @@ import enum
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, final
 
@@ -21,6 +22,7 @@ from gpipe_cli.offload.stored_tensors import StoredTensors, placeholder
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.sequential.deferred import DeferredParameter
+from gpipe_cli.torch_internals.deferred_values import replace_value
 from gpipe_cli.torch_internals.tensors import exchanges_memory, storage_of
 
 
@@ -47,7 +49,7 @@ class Slice:
         parameters: Sequence[nn.Parameter],
         value_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
-        """value_of: returns the value of a parameter that was built without storage."""
+        """value_of: returns the value of a parameter that is a placeholder."""
         self.parameters = list(parameters)
         self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
@@ -176,38 +178,30 @@ class SlicedParameters:
         return {index: Slice(tier, own, read) for index, own in enumerate(self.slices)}
 
 
-def put_parameters_on(
-    device: torch.device, module: nn.Module, value_of: Callable[[Tensor], Tensor] | None
-) -> Callable[[Tensor], Tensor]:
+def put_parameters_on(device: torch.device, module: nn.Module) -> Callable[[Tensor], Tensor]:
     """Prepare parameters that are to move between the host and the device; returns what then reads their values.
 
-    Where torch cannot replace the memory of a parameter by that of the device, replace the parameter by one without
-    memory on the device, as `Module.to` does there. Replace a parameter that is still in a file in the same way.
+    A deferred parameter, and every one where torch cannot replace the memory of a parameter by that of the device, gets
+    a placeholder at once.
     """
     home = torch.device("cpu") if exchanges_memory(device) else device
     values: dict[int, Callable[[], Tensor]] = {}
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, before in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if exchanges_memory(device) and not isinstance(before, DeferredParameter):
-                continue
-            if before not in replaced:
-                data = placeholder(before.dtype, before.shape, home)
-                replaced[before] = nn.Parameter(data, requires_grad=before.requires_grad)
-                values[storage_of(data)] = _reader(before, value_of)
-            setattr(owner, name, replaced[before])
+    for parameter in module.parameters():
+        data, empty = parameter.data, placeholder(parameter.dtype, parameter.shape, home)
+        if isinstance(parameter, DeferredParameter):
+            values[storage_of(empty)] = parameter.read
+            parameter.become(empty)
+        elif not exchanges_memory(device):
+            values[storage_of(empty)] = partial(_itself, data)
+            replace_value(parameter, empty)
 
     def value(tensor: Tensor) -> Tensor:
         # Each value is read once, and not kept in memory longer.
-        if read := values.pop(storage_of(tensor), None):
-            return read()
-        return tensor if value_of is None else value_of(tensor)
+        read = values.pop(storage_of(tensor), None)
+        return tensor if read is None else read()
 
     return value
 
 
-def _reader(parameter: nn.Parameter, value_of: Callable[[Tensor], Tensor] | None) -> Callable[[], Tensor]:
-    if isinstance(parameter, DeferredParameter):
-        return parameter.read
-    data = parameter.data
-    return lambda: data if value_of is None else value_of(data)
+def _itself(value: Tensor) -> Tensor:
+    return value

@@ -53,7 +53,7 @@ def move_to_devices(
     for index, module in enumerate(partitions):
         device = devices[index % len(devices)]
         with note_device(f"loading partition {index}", device):
-            load_parameters(partitions, device, [module])
+            load_parameters([module], device)
     uses: dict[Tensor, dict[tuple[nn.Module, str], None]] = {}
     for part, name, tensor in chain.from_iterable(map(tensors_in, partitions)):
         uses.setdefault(tensor, {})[part, name] = None

@@ -17,6 +17,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.torch_internals.deferred_values import DeferredValues, replace_value, tensors_in_attributes
+
 
 def meta_clone(model: nn.Module) -> nn.Module:
     """Copy a model with its parameters and buffers on the meta device."""
@@ -88,7 +90,7 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, value: float = 0) -> T
 
 @final
 class DeferredParameter(nn.Parameter):
-    """A parameter on the meta device, with the function that reads its value."""
+    """A parameter on the meta device, with the function that reads or computes its value."""
 
     read: Callable[[], Tensor]
     files: frozenset[Path]
@@ -99,43 +101,48 @@ class DeferredParameter(nn.Parameter):
         """A parameter of the tensor's shape, dtype and requires_grad."""
         # Not empty_like: for a tensor of a subclass that would return the subclass again.
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        parameter = DeferredParameter(meta, tensor.requires_grad)
+        return DeferredParameter.of(nn.Parameter(meta, tensor.requires_grad), read, files)
+
+    @staticmethod
+    def of(
+        parameter: nn.Parameter, read: Callable[[], Tensor], files: Iterable[Path] = ()
+    ) -> DeferredParameter:
+        """The parameter itself, wherever a module keeps it, which from now on is deferred."""
+        parameter.__class__ = DeferredParameter
         assert isinstance(parameter, DeferredParameter)
         parameter.read, parameter.files = read, frozenset(files)
         return parameter
 
-    def load(self, device: torch.device) -> nn.Parameter:
-        """The parameter with its value, on a device."""
-        return nn.Parameter(self.read().to(device), self.requires_grad)
+    def become(self, value: Tensor) -> None:
+        """Have this value, wherever a module keeps the parameter, and be a plain one."""
+        replace_value(self, value)
+        del self.read, self.files
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def load_parameters(
-    modules: Iterable[nn.Module], device: torch.device, users: Iterable[nn.Module] | None = None
-) -> None:
-    """Load the parameters that `users` use, by default all, wherever else in the modules they are.
+def load_parameters(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Load the parameters of the modules to the device; one that is loaded already stays where it is."""
+    for module in modules:
+        for parameter in module.parameters():
+            if isinstance(parameter, DeferredParameter):
+                parameter.become(parameter.read().to(device))
 
-    A parameter that is loaded already stays where it is.
-    """
-    modules = list(modules)
-    needed = {
-        parameter
-        for user in (modules if users is None else users)
-        for parameter in user.parameters()
-        if isinstance(parameter, DeferredParameter)
-    }
-    if not needed:
-        return
-    loaded: dict[DeferredParameter, nn.Parameter] = {}
-    for part in (part for module in modules for part in module.modules()):
-        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            if isinstance(parameter, DeferredParameter) and parameter in needed:
-                if parameter not in loaded:
-                    loaded[parameter] = parameter.load(device)
-                setattr(part, name, loaded[parameter])
+
+def defer_parameters(module: nn.Module, values: DeferredValues) -> None:
+    """Let the large parameters of a module that was built within `values.recording` be deferred."""
+    for parameter in module.parameters():
+        if type(parameter) is nn.Parameter and values.includes(parameter):
+            DeferredParameter.of(parameter, partial(values.value_of, parameter.detach()))
+
+
+def fill_others(modules: Iterable[nn.Module], values: DeferredValues) -> None:
+    """Give buffers and other tensors of the modules their values; layers may read and write them at any time."""
+    tensors = tensors_in_attributes(part for module in modules for part in module.modules())
+    values.fill(tensor for tensor in tensors if not isinstance(tensor, DeferredParameter))
 
 
 def read_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Let parameters that are not loaded yet take their values from `tensors`, by name, instead of from their files."""
+    """Let parameters that are not loaded yet take their values from `tensors`, by name, instead of their own."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DeferredParameter) and name in tensors:
             # A copy is aligned, which these tensors may not be: they may lie anywhere in the bytes of a file.

@@ -279,7 +279,9 @@ class DeferredValues:
         if self._key(tensor) is None:
             return tensor
         view = self._view(tensor)
-        return view.of(self._tape.compute(view.key))
+        value = view.of(self._tape.compute(view.key))
+        # A view of a part would keep the memory of the whole.
+        return value if value.nbytes == value.untyped_storage().nbytes() else value.clone()
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
         """Give these very tensors memory and their values; they share memory with each other as in a plain model."""

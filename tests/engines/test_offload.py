@@ -82,7 +82,6 @@ def offloaded(
     deferred: bool = True,
     batches: Batches = rows,
     checkpoint: str = "always",
-    value_of: Callable[[Tensor], Tensor] | None = None,
     **changes: Any,
 ) -> Engine:
     spec = EngineSpec(
@@ -96,7 +95,6 @@ def offloaded(
         deferred_batch_norm=deferred,
         scratch=folder,
         make_sample=sample_of(batches, task.loss),
-        value_of=value_of,
     )
     return offload.build(spec, **{"slices": 3, "to": "disk", **changes})
 

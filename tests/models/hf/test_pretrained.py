@@ -107,7 +107,7 @@ def test_a_partition_reads_only_its_own_tensors(tmp_path: Path, monkeypatch: pyt
         return plain(file, name)
 
     monkeypatch.setattr(TensorFile, "read", watched)
-    load_parameters([model], CPU, [model.model.layers[1]])
+    load_parameters([model.model.layers[1]], CPU)
     assert read and all(name.startswith("model.layers.1.") for name in read)
     assert model.model.layers[0].mlp.up_proj.weight.is_meta
     again = len(read)

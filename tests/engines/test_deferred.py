@@ -10,10 +10,7 @@ import torch
 
 from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec
-from gpipe_cli.offload.building import store_on_tier
-from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.torch_internals.deferred_values import DeferredValues
 from tests.distributed.cases import CPU, Case, run
 from tests.distributed.tasks import make
 from tests.sequential.test_deferred import unload
@@ -36,18 +33,6 @@ def spec(folder: Path, balance: list[int]) -> EngineSpec:
     )
 
 
-def on_disk(folder: Path) -> Engine:
-    whole = spec(folder, layers())
-    built = store_on_tier(DiskTier(folder), whole.module, DeferredValues())
-    return offload.build(
-        EngineSpec(
-            **{**vars(whole), "balance": [sum(layers())], "devices": [CPU], "value_of": built.value_of}
-        ),
-        to="disk",
-        slices=2,
-    )
-
-
 def layers() -> list[int]:
     count = len(make(CASE.task, 3).model)
     return [count // 2, count - count // 2]
@@ -58,7 +43,7 @@ ENGINES: dict[str, Callable[[Path], Engine]] = {
     "threads": lambda folder: threads.build(spec(folder, layers())),
     "threads, parameters in host memory": lambda folder: threads.build(spec(folder, layers()), "cpu"),
     "offload to host memory": lambda folder: offload.build(spec(folder, [sum(layers())]), slices=2),
-    "offload to disk": on_disk,
+    "offload to disk": lambda folder: offload.build(spec(folder, [sum(layers())]), to="disk", slices=2),
 }
 
 
