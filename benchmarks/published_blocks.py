@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.published_gpt import Row, gpt_facts, read_rows
 from gpipe_cli.plan.device_costs import DeviceRun, estimate_costs
-from gpipe_cli.plan.devices import DEVICES
+from gpipe_cli.plan.device_table import DEVICES
 
 SEQUENCE = 1024
 

@@ -23,6 +23,12 @@ from gpipe_cli.build.components import (
     scratch_folder,
     traits_of_engine,
 )
+from gpipe_cli.build.custom_schedule import (
+    has_custom_order,
+    known_schedule,
+    order_still_fits,
+    read_given_file,
+)
 from gpipe_cli.build.fit import LEAST_ROWS, check_task, with_least_rows
 from gpipe_cli.build.loader import BatchLoader, make_loader
 from gpipe_cli.build.model import ConfiguredModel, build_deferred, build_on_meta, make_model
@@ -52,13 +58,6 @@ from gpipe_cli.profiling.measurements import ProfileCache, default_folder
 from gpipe_cli.profiling.records import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.chosen_order import (
-    choose_order,
-    has_own_order,
-    known_schedule,
-    order_still_fits,
-    read_given_file,
-)
 from gpipe_cli.runs.snapshots.base_weights import BaseWeights
 from gpipe_cli.schedule import names
 from gpipe_cli.schedule.files import FixedOrder
@@ -127,6 +126,21 @@ class RunParts:
         return partition_rows(self.model, self.partitioning.balance, self.partitioning.placed_devices)
 
 
+@dataclass(frozen=True)
+class BuiltModel:
+    """Data and a model with values, that fit each other."""
+
+    loader: BatchLoader
+    made: ConfiguredModel
+
+
+def build_model(settings: ModelConfig, *, initial_weights: bool = True) -> BuiltModel:
+    """Build the data and the model of a run whose model is measured before it is partitioned."""
+    loader = make_loader(settings)
+    made = make_model(settings, loader, initial_weights=initial_weights)
+    return BuiltModel(with_least_rows(settings, loader, made.sequence), made)
+
+
 def build_parts(
     settings: ModelConfig,
     overrides: Sequence[str],
@@ -138,6 +152,7 @@ def build_parts(
     print_notes: bool = True,
     data: Data | None = None,
     order: FixedOrder | None = None,
+    built: BuiltModel | None = None,
 ) -> RunParts:
     """Check every component, then build data, model and partitions; without `storage` the model has no values.
 
@@ -147,14 +162,15 @@ def build_parts(
     print_notes: print what the user should know about the data.
     data: used instead of the configured one.
     order: that of schedule=auto or schedule=file, if it is known already.
+    built: data and model, if they are built already.
     """
     add_current_folder(settings.allow)
     check_components(settings, overrides)
-    if order is None and has_own_order(settings) and settings.schedule.name == FILE:
+    if order is None and has_custom_order(settings) and settings.schedule.name == FILE:
         read_given_file(settings)  # refuses a wrong one before anything is built
-    loader = make_loader(settings, data)
+    loader = make_loader(settings, data) if built is None else built.loader
     # An engine reads the parameters of its own layers; a balance method or a profile that runs the model needs all.
-    runs_model = needs_values(settings) or (order is None and has_own_order(settings))
+    runs_model = needs_values(settings) or (order is None and has_custom_order(settings))
     load = storage and (runs_model or not settings.runs_steps)
 
     made: list[ConfiguredModel] = []
@@ -168,7 +184,9 @@ def build_parts(
 
     values = None
     on_disk = settings.runs_steps and keeps_on_disk(settings)
-    if storage and (deferred or on_disk):
+    if built is not None:
+        made, model = [built.made], built.made.sequence
+    elif storage and (deferred or on_disk):
         model, values = build_deferred(make)
         if on_disk and values is not None:
             fill_others([model], values)
@@ -238,15 +256,18 @@ def partition_model(
         least = FixedOrder(AUTO, one_by_one(partitions, spec.micro_batches, len(devices)))
         spec = replace(spec, schedule=least)
         partitioning = _balance(settings, model, loader, devices, spec)
-    if not has_own_order(settings) or (order is not None and isinstance(known, FixedOrder)):
+    if not has_custom_order(settings) or (order is not None and isinstance(known, FixedOrder)):
         return partitioning
+    # Late: a run loads the planner only if it searches.
+    from gpipe_cli.plan.for_training import choose_order
+
     chosen = choose_order(settings, model, loader, partitioning.balance, devices, spec)
     return replace(partitioning, spec=replace(spec, schedule=chosen))
 
 
 def repeatable_order(settings: ModelConfig, order: FixedOrder | None) -> FixedOrder | None:
     """The order of the run to resume, unless schedule=auto has to search for another one."""
-    if order is None or settings.schedule.name != AUTO or not has_own_order(settings):
+    if order is None or settings.schedule.name != AUTO or not has_custom_order(settings):
         return order
     partitions, replicas = _partitions_and_replicas(settings)
     devices = len(worker_devices(settings)) // replicas

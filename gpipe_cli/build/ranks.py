@@ -24,8 +24,9 @@ from gpipe_cli.build.components import (
     starts_ranks,
     traits_of_engine,
 )
+from gpipe_cli.build.custom_schedule import has_custom_order, order_from_text, order_text
 from gpipe_cli.build.model import FEWER_PARAMETERS
-from gpipe_cli.build.parts import Partitioning, RunParts, build_parts, repeatable_order
+from gpipe_cli.build.parts import BuiltModel, Partitioning, RunParts, build_parts, repeatable_order
 from gpipe_cli.config.job import Job, Summary, resume_command
 from gpipe_cli.config.schema import RunConfig, TrainedConfig
 from gpipe_cli.data.datasets import Data
@@ -39,7 +40,6 @@ from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.launch.rank_files import RankTask
 from gpipe_cli.launch.rank_setup import connect_ranks, connected_files, describe_ranks
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.chosen_order import has_own_order, order_from_text, order_text
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.orders import may_share_devices
 from gpipe_cli.sequential.deferred import fill_others
@@ -155,18 +155,20 @@ def build_parts_in_ranks(
     initial_weights: bool,
     data: Data | None = None,
     order: FixedOrder | None = None,
+    built: BuiltModel | None = None,
 ) -> RunParts:
     """Build data, model and partitions in every rank; only rank 0 measures a balance or an order, and shares it.
 
     initial_weights: as for `make_model`.
     data: used instead of the configured one.
-    order: that of the run to resume.
+    order: that of the run to resume, or of its plan.
+    built: as for `build_parts`.
     """
     if job.rank is not None and job.rank.order:
         order = order_from_text(job.rank.order)
     else:
         order = repeatable_order(settings, order)
-    shares = measures_layers(settings) or (order is None and has_own_order(settings))
+    shares = measures_layers(settings) or (order is None and has_custom_order(settings))
     if not world.is_rank_zero and shares:
         shared = world.from_rank_zero(None)
         settings = _with_balance(settings, shared["balance"])
@@ -177,7 +179,7 @@ def build_parts_in_ranks(
     measures = job.dry_run and has_partitions and measures_layers(settings) and not starts_ranks(settings)
     # A launcher only compares names and shapes with those of the trained weights.
     loads_weights = isinstance(settings, TrainedConfig) and not starts_ranks(settings)
-    runs_model = needs_values(settings) or (order is None and has_own_order(settings))
+    runs_model = needs_values(settings) or (order is None and has_custom_order(settings))
     needs_storage = loads_weights or (runs_model and not job.dry_run) or needs_values(settings)
     parts = build_parts(
         settings,
@@ -189,11 +191,20 @@ def build_parts_in_ranks(
         print_notes=world.is_rank_zero and job.rank is None,  # a launcher has printed them for its ranks
         data=data,
         order=order,
+        built=built,
     )
     partitioning = parts.partitioning
     if world.is_rank_zero and shares:
         shared = {"balance": partitioning.balance, "order": order_text(partitioning.spec)}
         world.from_rank_zero(shared)
+    _check_ranks(settings, partitioning, world)
+    if parts.values is not None:
+        _fill_own_layers(parts.model, partitioning, parts.values)
+    return replace(parts, values=None)
+
+
+def _check_ranks(settings: RunConfig, partitioning: Partitioning, world: World) -> None:
+    """Refuse partitions that no schedule of torch runs in processes, and devices or ranks that do not fit them."""
     if traits_of_engine(settings).needs_processes:
         # Late: torch.distributed.pipelining loads torch's compiler, which takes a while.
         from gpipe_cli.distributed.torch_schedule import check_placement
@@ -204,9 +215,6 @@ def build_parts_in_ranks(
         _check_devices(settings, resolve_devices(settings.devices, ranks))
     if is_rank():
         _check_size(settings, len(partitioning.balance), len(partitioning.devices), world.size)
-    if parts.values is not None:
-        _fill_own_layers(parts.model, partitioning, parts.values)
-    return replace(parts, values=None)
 
 
 @report_out_of_memory("building the layers of this rank", FEWER_PARAMETERS)

@@ -23,9 +23,11 @@ from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.estimated import estimated_devices
+from gpipe_cli.plan.measured import verify_plans
+from gpipe_cli.plan.planner import Planned, Planner
 from gpipe_cli.plan.prediction import OFFLOAD, Prediction, advice, best_and_plain
 from gpipe_cli.plan.step_time import MOST_ACTIONS
-from gpipe_cli.plan.verified import verify_plans
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.model_tables import print_device_memory, print_plans
 from gpipe_cli.report.output import print_status
@@ -33,8 +35,6 @@ from gpipe_cli.report.page.plan_page import plan_page
 from gpipe_cli.report.page.render import check_replaceable
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.trace import print_step_timeline
-from gpipe_cli.run.estimated_devices import estimated_devices
-from gpipe_cli.run.planning import Planned, Planner
 from gpipe_cli.runs.directory import write_text
 from gpipe_cli.values import format_bytes
 

@@ -17,7 +17,6 @@ from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.targets import add_current_folder, is_trusted
 from gpipe_cli.config.words import ANY_CHARACTER
 from gpipe_cli.errors import ConfigError, RunError, or_list
-from gpipe_cli.plan.devices import PRECISIONS, device_problems, is_elsewhere
 from gpipe_cli.report.formatting import hidden_character, no_hidden
 from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.action import MODES
@@ -138,7 +137,7 @@ def _choices(given: Mapping[str, Any], *, is_plan: bool) -> Iterator[str]:
     for key in filter(given.__contains__, CHOICES):
         value = given[key]
         # torch itself decides about tf32, so a run has no such precision; only an estimate does.
-        choices = PRECISIONS if key == "precision" and is_plan else CHOICES[key]
+        choices = ("fp32", "tf32", "bf16", "fp16") if key == "precision" and is_plan else CHOICES[key]
         if wrong := [each for each in (value if isinstance(value, list) else [value]) if each not in choices]:
             yield f"{key}={value}: {NO_CHOICE.get(f'{key}={value}') or or_list(str(wrong[0]), choices)}"
 
@@ -192,8 +191,11 @@ def _devices(flat: Mapping[str, Any]) -> Iterator[str]:
     if devices == "auto":
         return
     if isinstance(devices, list):
-        elsewhere = is_elsewhere if "device" in flat else lambda name: False
-        known = (isinstance(name, str) or _is_count(name) or elsewhere(name) for name in devices)
+        is_plan = "device" in flat  # which also takes the figures of a device
+        known = (
+            isinstance(name, str) or _is_count(name) or (is_plan and isinstance(name, Mapping))
+            for name in devices
+        )
         if not 1 <= len(devices) <= MOST_RANKS or not all(known):
             yield f"devices={devices}: expected a list of names or numbers such as [cpu,cpu] or [0,1]"
             return
@@ -215,6 +217,9 @@ def _devices(flat: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _plan(flat: Mapping[str, Any]) -> Iterator[str]:
+    # Late: no other command needs the table of devices.
+    from gpipe_cli.plan.device_table import device_problems, is_elsewhere
+
     device, devices = flat["device"], flat["devices"]
     if device is None and not (isinstance(devices, list) and any(map(is_elsewhere, devices))):
         for key, default in (("tensor_cores", True), ("data_parallel", 1)):

@@ -55,9 +55,15 @@ class Job:
     rank: Rank | None = None
     """Set if a launcher started this process as one of several."""
 
-    def with_values(self, **values: Any) -> Job:
-        """The same job with other values of some top-level keys, and the overrides that were given."""
-        tree = OmegaConf.merge(self.tree, values)
+    def with_values(self, *, replaces: bool = False, **values: Any) -> Job:
+        """The same job with other values of some top-level keys, and the overrides that were given.
+
+        replaces: the keys below them that have no other value are dropped, as when another component is chosen.
+        """
+        kept = (
+            {key: value for key, value in self.tree.items() if key not in values} if replaces else self.tree
+        )
+        tree = OmegaConf.merge(kept, values)
         assert isinstance(tree, DictConfig)
         return replace(self, tree=tree, settings=replace(self.settings, **values))
 

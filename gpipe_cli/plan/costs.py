@@ -22,6 +22,18 @@ class BackwardSplit:
 
 
 @final
+@dataclass(frozen=True)
+class TransferCost:
+    """How long tensors take from one device to another."""
+
+    latency_ms: float
+    bytes_per_second: float
+
+    def ms(self, bytes: float) -> float:
+        return self.latency_ms + 1000 * bytes / self.bytes_per_second
+
+
+@final
 class UpdateCosts:
     """What follows the last backward: the sum of gradients over replicas, and the optimizer. Milliseconds."""
 

@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, final
 
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts, UpdateCosts
-from gpipe_cli.plan.devices import DeviceSpec
+from gpipe_cli.plan.device_table import DeviceSpec
 
 if TYPE_CHECKING:  # the command line is read without torch
     from gpipe_cli.profiling.model_stats import LayerOperations, ModelStats

@@ -1,4 +1,4 @@
-"""Measure what layers cost on this machine.
+"""Measures on this machine what layers cost, and how long the steps of plans take.
 
 Small micro-batches are less efficient and workers slow each other down, so nothing is scaled: at each size of
 micro-batch, the layers are measured for their shares, and a short pipeline of them for the time they take together.
@@ -6,30 +6,64 @@ micro-batch, the layers are measured for their shares, and a short pipeline of t
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import final
+from math import inf
+from pathlib import Path
+from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gpipe_cli.accelerator.devices import device_name, intra_op_threads, is_accelerator, use_threads
+from gpipe_cli.accelerator.device_errors import report_out_of_memory
+from gpipe_cli.accelerator.devices import (
+    available_cores,
+    device_name,
+    free_and_total_bytes,
+    intra_op_threads,
+    is_accelerator,
+    use_threads,
+)
+from gpipe_cli.accelerator.streams import median_seconds, synchronize
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
+from gpipe_cli.build.step import sample_must_fit
+from gpipe_cli.pipeline.gpipe import GPipe, plain_pipe
+from gpipe_cli.pipeline.loss import LossFunction
+from gpipe_cli.pipeline.microbatch import Value, moved
+from gpipe_cli.pipeline.partitioning import move_to_devices
+from gpipe_cli.pipeline.pipe import Pipe
+from gpipe_cli.plan.costs import BackwardSplit, LayerCosts, TransferCost
+from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.profiling.measurements import ProfileCache
+from gpipe_cli.profiling.model_stats import ModelStats
 from gpipe_cli.profiling.phase_times import PER_PARTITION, PhaseTimes
-from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers
+from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, preserved
 from gpipe_cli.profiling.timeline import IsLate, never_late
+from gpipe_cli.report.output import print_status
 from gpipe_cli.sequential.equal_layers import LayerSample
 
 SECONDS_OF_PHASES = 0.6
 """For pipelines whose steps are so short that the least number of them takes less."""
 LAYER_RUNS, PHASE_RUNS = 7, 15
 """How often the layers run alone and in pipelines to be measured, if a run takes long."""
+BETWEEN_MACHINES = TransferCost(0.0, 12e9)
+"""Not measured: the bandwidth of PCIe 3.0 x16, or of a network of 100 Gbit/s."""
+MEASURING_SHARE = 0.8
+"""Of the budget; the search has the rest."""
+MEASURING_ROOM = 0.8
+"""The share of an accelerator's free memory for the layers that are measured; kernels need the rest while they run."""
+CURE = "try a smaller batch_size, or estimate the costs: gpipe plan device=<name>"
+SMALL, LARGE = 2**12, 2**24
+"""Bytes: the time of a small copy is latency, the rest of a large one's bandwidth."""
+MAX_ROUNDS = 15
+"""In which every plan runs a step to be verified."""
 
 
 @final
@@ -79,53 +113,94 @@ class MeasuredCosts:
 
 
 @final
-class CostMeasurer:
-    """`measure` measures, `costs` answers from what it has measured."""
+class MeasuredSource:
+    """The costs of a model on devices of this machine: `prepare` measures, `costs` answers from that."""
 
     def __init__(
         self,
-        module: nn.Sequential,
-        sample_of: Callable[[int], Sample],
+        model: nn.Sequential,
         devices: Sequence[torch.device],
-        profiles: ProfileCache,
         *,
-        cores: int,
+        sample_of: Callable[[int], Sample],
+        stats_of: Callable[[int], ModelStats],
+        autocast: Callable[[str], AbstractContextManager[Any]] = lambda device_type: nullcontext(),
+        folder: Path | None,
+        reuse: bool = True,
         apart: bool = False,
-        layers_of: Callable[[int], LayerSample | None] = lambda rows: None,
-        transfer_of: Callable[[int, int], Sequence[float] | None] = lambda rows, place: None,
-        is_late: IsLate = never_late,
-        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`sample_of` and `layers_of` give a micro-batch of so many rows, and the layers to measure with it.
+        """`sample_of` and `stats_of` give a micro-batch of so many rows, and the bytes of the layers that it passes.
 
-        `transfer_of` is how long each layer's output takes from the device at a place to the next one. `apart`: every
-        device is a machine like this one. From when on it `is_late`, only what must be known is measured. `say`
-        receives a line about what is measured next.
+        `autocast` makes the precision of the run on a type of device. `folder` has earlier measurements; with `reuse`
+        they are confirmed instead of made again. `apart`: every device is a machine like this one.
         """
-        self._module, self._sample_of, self._devices = module, sample_of, list(devices)
-        self._profiles, self._cores, self._apart = profiles, cores, apart
-        self._layers_of, self._transfer_of = layers_of, transfer_of
-        self._is_late, self._say = is_late, say
+        self._model, self._devices, self._sample_of, self._stats_of = (
+            model,
+            list(devices),
+            sample_of,
+            stats_of,
+        )
+        self._autocast, self._apart = autocast, apart
+        self._cores = available_cores()
+        self._late_from = inf
+        """From then on, only what must be known is measured."""
+        self._profiles = ProfileCache(folder, reuse=reuse, say=print_status, is_late=self._is_late)
+        self._link = cache(measure_link)
         self._kinds = [device_kind(device) for device in devices]
         self._measured: dict[tuple[int, str, int], MeasuredCosts] = {}
         """By rows of a micro-batch, kind of device and number of workers."""
-        self._costs = cache(self._costs_at)
+        self.costs = cache(self._costs_at)
+        """Of the first devices, for micro-batches of a size that was measured."""
+        self.origin = ""
 
-    def measure(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
+    def prepare(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
         """Measure in this order; the rows of the sizes that there was time for, at least the first that runs.
 
         `deadline` is a time of `time.monotonic`.
         """
+        begin = time.monotonic()
+        self._late_from = begin + MEASURING_SHARE * (deadline - begin)
+        with (
+            self._autocast(self._devices[0].type),
+            sample_must_fit(self._sample_of(min(size.rows for size in sizes))),
+            use_threads(1),
+            report_out_of_memory("measuring the layers on one device", CURE),
+        ):
+            measured = self._measure_sizes(sizes)
+        outdated = self._profiles.outdated
+        if outdated:
+            print_status(
+                f"measured again: {len(outdated)} outdated cached measurements, such as {outdated[0]}"
+            )
+        self.origin = f"measured here in {time.monotonic() - begin:.1f} s"
+        if self._profiles.oldest is not None:
+            self.origin = (
+                f"measured here, some of it on {self._profiles.oldest} and confirmed now; "
+                "plan.cache=false measures everything again"
+            )
+        return measured
+
+    @property
+    def memory(self) -> list[int]:
+        """Bytes of each device; none if all of them are CPUs, or if torch cannot tell."""
+        if self._apart or not any(map(is_accelerator, self._devices)):
+            return []
+        sizes = [_bytes_of(device, self._devices) for device in self._devices]
+        return [size for size in sizes if size is not None] if None not in sizes else []
+
+    def host_transfer(self) -> TransferCost:
+        """Between the memory of the host and the first device."""
+        return self._link(torch.device("cpu"), self._devices[0])
+
+    def _measure_sizes(self, sizes: Sequence[MicroBatchSize]) -> list[int]:
         measured: list[int] = []
         refused: Exception | None = None
         seconds_per_row = 0.0
         for place, size in enumerate(sizes, 1):
             begin = time.monotonic()
-            if measured and begin + seconds_per_row * self._rows_to_run(size) > deadline:
+            if measured and begin + seconds_per_row * self._rows_to_run(size) > self._late_from:
                 continue
-            self._say(
-                f"measuring {size} ({place} of {len(sizes)} sizes, at most {max(0.0, deadline - begin):.0f} s left)"
-            )
+            left = max(0.0, self._late_from - begin)
+            print_status(f"measuring {size} ({place} of {len(sizes)} sizes, at most {left:.0f} s left)")
             try:
                 self._measure(size)
             except (ValueError, RuntimeError) as error:
@@ -141,9 +216,20 @@ class CostMeasurer:
             raise refused
         return measured
 
-    def costs(self, rows: int, devices: int) -> LayerCosts:
-        """Of the first devices, for micro-batches of a size that was measured."""
-        return self._costs(rows, devices)
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._late_from
+
+    def _transfers(self, rows: int, place: int) -> list[float] | None:
+        """Milliseconds for the output of each layer from a device to the next; None: in no time."""
+        source, destination = (self._devices[min(at, len(self._devices) - 1)] for at in (place, place + 1))
+        if self._apart:
+            link = BETWEEN_MACHINES
+        elif is_accelerator(source) or is_accelerator(destination):
+            link = self._link(source, destination)
+        else:
+            return None
+        stats = self._stats_of(rows)
+        return [link.ms(stats.boundary(end).bytes) for end in range(1, len(self._model) + 1)]
 
     def _costs_at(self, rows: int, devices: int) -> LayerCosts:
         kinds = self._kinds[:devices]
@@ -156,11 +242,11 @@ class CostMeasurer:
     def _costs_on(self, rows: int, kind: str, workers: int, place: int) -> LayerCosts:
         counts = self._worker_counts(kind)
         measured = next((count for count in counts if count >= workers), counts[-1])
-        return self._measured[rows, kind, measured].costs(self._transfer_of(rows, place))
+        return self._measured[rows, kind, measured].costs(self._transfers(rows, place))
 
     def _worker_counts(self, kind: str) -> list[int]:
         """How many workers are measured together: one, as many as there are cores, and all."""
-        most = 1 if self._apart else min(self._kinds.count(kind), len(self._module))
+        most = 1 if self._apart else min(self._kinds.count(kind), len(self._model))
         return sorted({1, min(self._cores, most), most})
 
     def _needed(self, size: MicroBatchSize) -> Iterator[tuple[str, int]]:
@@ -177,12 +263,15 @@ class CostMeasurer:
         )
 
     def _measure(self, size: MicroBatchSize) -> None:
-        sample, layers = self._sample_of(size.rows), self._layers_of(size.rows)
+        sample, layers = (
+            self._sample_of(size.rows),
+            self._stats_of(size.rows).layer_sample(room_to_measure(self._devices)),
+        )
         for kind, workers in self._needed(size):
             equal = [device for device, its in zip(self._devices, self._kinds, strict=True) if its == kind]
             with use_threads(intra_op_threads(equal[:workers], self._cores)):
                 self._measured[size.rows, kind, workers] = measure_costs(
-                    self._module,
+                    self._model,
                     sample.to(equal[0]),
                     equal[:workers],
                     self._profiles,
@@ -228,3 +317,105 @@ def measure_costs(
 def device_kind(device: torch.device) -> str:
     """The same for devices that are equally fast."""
     return device_name(device) if is_accelerator(device) else device.type
+
+
+def room_to_measure(devices: Sequence[torch.device]) -> float:
+    """How many bytes the layers may take that are measured on any one of the devices."""
+    room = inf
+    for device in filter(is_accelerator, devices):
+        if (facts := free_and_total_bytes(device)) is not None:
+            # torch keeps memory that this process no longer uses, and uses it first.
+            kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+            room = min(room, MEASURING_ROOM * (facts[0] + kept))
+    return room
+
+
+def _bytes_of(device: torch.device, devices: Sequence[torch.device]) -> int | None:
+    if not is_accelerator(device):
+        # Workers on the CPU share the memory of the machine.
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices.count(device)
+    facts = free_and_total_bytes(device)
+    return None if facts is None else facts[1]
+
+
+def measure_link(source: torch.device, destination: torch.device) -> TransferCost:
+    """How long tensors take between two devices; between a device and itself, a copy within its memory."""
+    small, large = (_copy_seconds(size, source, destination) for size in (SMALL, LARGE))
+    # The clock may be too coarse for the difference of two quick copies.
+    return TransferCost(1000 * small, (LARGE - SMALL) / max(large - small, 1e-9))
+
+
+def _copy_seconds(bytes: int, source: torch.device, destination: torch.device) -> float:
+    sent = torch.zeros(bytes, dtype=torch.uint8, device=source)
+    received = torch.empty(bytes, dtype=torch.uint8, device=destination)
+    return median_seconds(lambda: received.copy_(sent), (source, destination))
+
+
+def verify_plans(
+    plans: Sequence[Prediction],
+    module: nn.Sequential,
+    batch_of: Callable[[int], tuple[Value, Tensor]],
+    loss: LossFunction,
+    devices: Sequence[torch.device],
+    *,
+    cores: int,
+    seconds: float,
+) -> list[Prediction]:
+    """The plans with the median times of their steps, or without if there was no time to run them.
+
+    `batch_of` gives a mini-batch of a size.
+
+    The plans take turns, so that whatever slows the machine down slows all of them.
+    """
+    deadline = time.monotonic() + seconds
+    times: list[list[float]] = [[] for _ in plans]
+    batches = {plan.batch_size: batch_of(plan.batch_size) for plan in plans}
+    with preserved(module, device=True), ExitStack() as stack:
+        pipes = [_pipe(plan, module, devices) for plan in plans]
+        for pipe in pipes:
+            stack.callback(pipe.close)
+        for number in range(MAX_ROUNDS + 1):
+            for plan, pipe, taken in zip(plans, pipes, times, strict=True):
+                if time.monotonic() > deadline:
+                    break
+                with use_threads(intra_op_threads(devices[: plan.shape.devices], cores)):
+                    seconds_taken = _step(pipe, module, batches[plan.batch_size], loss, devices)
+                if number > 0:  # the first one warms up
+                    taken.append(1000 * seconds_taken)
+    return [
+        replace(plan, measured_ms=statistics.median(taken)) if taken else plan
+        for plan, taken in zip(plans, times, strict=True)
+    ]
+
+
+def _pipe(plan: Prediction, module: nn.Sequential, devices: Sequence[torch.device]) -> Pipe:
+    if plan.is_plain:
+        return plain_pipe(module, chunks=plan.shape.chunks, device=devices[0])
+    return GPipe(
+        module,
+        plan.balance,
+        devices=devices[: plan.shape.devices],
+        chunks=plan.shape.chunks,
+        checkpoint=plan.shape.checkpoint,
+        schedule=plan.shape.schedule,
+    )
+
+
+def _step(
+    pipe: Pipe,
+    module: nn.Module,
+    batch: tuple[Value, Tensor],
+    loss: LossFunction,
+    devices: Sequence[torch.device],
+) -> float:
+    for parameter in module.parameters():
+        parameter.grad = None
+    # The plan before this one had the same layers on devices of its own choice.
+    move_to_devices(pipe.partitions, list(pipe.partition_devices.values()))
+    input, target = moved(batch[0], pipe.input_device), batch[1].to(pipe.output_device)
+    # A step returns before accelerators have run it, and the copies of its input may still be under way.
+    synchronize(devices)
+    begin = time.perf_counter()
+    pipe.step(input, target, loss, key=0)
+    synchronize(devices)
+    return time.perf_counter() - begin

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.build.components import starts_ranks, traits_of_engine
+from gpipe_cli.build.custom_schedule import write_order
 from gpipe_cli.build.optimizer import optimizer_factory
 from gpipe_cli.build.parts import RunParts, make_engine, train_steps
 from gpipe_cli.build.ranks import (
@@ -40,7 +41,6 @@ from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, connected_files, lo
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.report.model_tables import measured_memory_rows
 from gpipe_cli.report.progress import on_terminal
-from gpipe_cli.run.chosen_order import write_order
 from gpipe_cli.runs.directory import (
     check_run_dir,
     lock_run_directory,
@@ -76,7 +76,8 @@ from gpipe_cli.training.metrics import metrics_length_at, truncate_metrics
 from gpipe_cli.training.signals import StopRequests, defer_signals
 from gpipe_cli.values import parse_duration
 
-if TYPE_CHECKING:  # a run loads what its page needs when it begins
+if TYPE_CHECKING:  # a run loads what its page needs when it begins, and the planner only if it is planned
+    from gpipe_cli.plan.for_training import PlannedRun
     from gpipe_cli.runs.page_files import RunPage
 
 PROCESSES = "gpipe_cli.engines.processes.build"
@@ -100,15 +101,17 @@ def open_run(settings: TrainConfig, job: Job) -> Iterator[Run]:
             check_run_dir(settings.run_dir)
         settings = replace(settings, resume=None) if resumed is None else resumed.settings
         cleanup.enter_context(deterministic_algorithms(enabled=settings.deterministic))
+        planned = None
         if settings.plan.auto:
             # Late: other runs need no planner, and it takes a while to load.
-            from gpipe_cli.run.auto_plan import with_best_plan
+            from gpipe_cli.plan.for_training import with_best_plan
 
-            settings, job = with_best_plan(settings, job)
+            planned = with_best_plan(settings, job)
+            settings, job = planned.settings, planned.job
         settings = settings_for_rank(settings, job)
         world = cleanup.enter_context(connect(settings, job))
-        run = Run(settings, job, world, verified_in_ranks(resumed, world), cleanup)
-        del resumed  # the run decides how long the tensors of its snapshot are kept
+        run = Run(settings, job, world, verified_in_ranks(resumed, world), cleanup, planned)
+        del resumed, planned  # the run decides how long the tensors of its snapshot and of its model are kept
         yield run
 
 
@@ -117,14 +120,20 @@ class Run:
     """A training run; `open_run` makes it, and closes what it opens."""
 
     def __init__(
-        self, settings: TrainConfig, job: Job, world: World, resumed: ResumedRun | None, cleanup: ExitStack
+        self,
+        settings: TrainConfig,
+        job: Job,
+        world: World,
+        resumed: ResumedRun | None,
+        cleanup: ExitStack,
+        planned: PlannedRun | None = None,
     ) -> None:
         self.settings, self.job, self.world = settings, job, world
         self.record = None if resumed is None else resumed.record
         """Of the snapshot to resume from; None for a run that starts at step 0."""
         self.directory = Path() if resumed is None else resumed.directory
         """Of a new run, from `begun` on."""
-        self._resumed, self._cleanup = resumed, cleanup
+        self._resumed, self._cleanup, self._planned = resumed, cleanup, planned
         self._page: RunPage | None = None
         self._logger: GuardedLogger | None = None
         self._launch: dict[str, Any] = {}
@@ -140,9 +149,17 @@ class Run:
         return self._page
 
     def build(self) -> RunParts:
+        planned, self._planned = self._planned, None
         order = None if self._resumed is None else self._resumed.order
+        if planned is not None and planned.order is not None:
+            order = planned.order
         return build_parts_in_ranks(
-            self.settings, self.job, self.world, initial_weights=self.record is None, order=order
+            self.settings,
+            self.job,
+            self.world,
+            initial_weights=self.record is None,
+            order=order,
+            built=None if planned is None else planned.built,
         )
 
     def spec(self, parts: RunParts) -> TrainSpec:

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from gpipe_cli.build.components import reads_on_demand, starts_ranks
+from gpipe_cli.build.custom_schedule import saved_order
 from gpipe_cli.config.compose import overridden_epochs, settings_of
 from gpipe_cli.config.job import Job
 from gpipe_cli.config.schema import TrainConfig
@@ -31,7 +32,6 @@ from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
 from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank import is_main_process, is_rank
-from gpipe_cli.run.chosen_order import saved_order
 from gpipe_cli.runs.directory import lock_run_directory, resumed_directory
 from gpipe_cli.runs.saved import saved_config, select_snapshot, warn_of_damaged, with_overrides
 from gpipe_cli.runs.snapshots.base_weights import check_base

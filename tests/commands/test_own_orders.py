@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gpipe_cli.plan import measured, order_search
-from gpipe_cli.run import chosen_order
+from gpipe_cli.plan import for_training, measured, order_plans
 from gpipe_cli.schedule import order
 from gpipe_cli.schedule.files import read_schedule, schedule_text
 from gpipe_cli.schedule.orders import zero_bubble_v
@@ -30,7 +29,7 @@ def build(num_classes: int) -> nn.Sequential:
 @pytest.fixture(autouse=True)
 def _measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "SECONDS_OF_PHASES", 0.0)
-    monkeypatch.setattr(order_search, "POLICIES", 20)
+    monkeypatch.setattr(order_plans, "POLICIES", 20)
 
 
 def weights(run_dir: str) -> dict[str, torch.Tensor]:
@@ -221,7 +220,7 @@ def test_a_model_that_one_device_cannot_hold_is_estimated(
     def measure(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(chosen_order, "measure_costs", measure)
+    monkeypatch.setattr(for_training, "measure_costs", measure)
     answer = tiny("train", "steps=1", "chunks=4", TWO, "schedule=auto")
     assert answer.code == 0
     assert "estimated from FLOPs, since its layers do not fit on one device" in answer.err

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from gpipe_cli.plan.measured import verify_plans
 from gpipe_cli.plan.prediction import Limit, Prediction
 from gpipe_cli.plan.search_space import PlanShape
-from gpipe_cli.plan.verified import verify_plans
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.orders import zero_bubble_v
 

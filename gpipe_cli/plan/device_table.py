@@ -17,7 +17,6 @@ from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.values import parse_bytes
 
 GIB = 2**30
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 NEEDED = ("flops", "memory", "bandwidth", "link")
 """What you must say of a device of your own."""
 OPTIONAL = ("half", "tensor", "tf32")

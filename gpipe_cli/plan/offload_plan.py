@@ -21,13 +21,12 @@ from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.sizing import DeviceDemand, device_demand, layer_bytes
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.plan.links import Link
+from gpipe_cli.plan.costs import LayerCosts, TransferCost
+from gpipe_cli.plan.plan_memory import PlanMemory
 from gpipe_cli.plan.prediction import OFFLOAD, Limit, Prediction
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.memory import PartitionMemory
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.run.plan_memory import PlanMemory
 from gpipe_cli.schedule.action import checkpoint_stops
 
 
@@ -50,7 +49,7 @@ class OffloadPlanner:
     memory: PlanMemory
     limit: int
     """Bytes of the device."""
-    link: Link
+    link: TransferCost
     """Between host and device."""
     sample_of: Callable[[int], Sample]
     costs_of: Callable[[int], LayerCosts]

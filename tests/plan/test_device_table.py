@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.devices import DEVICES, own_device
+from gpipe_cli.plan.device_table import DEVICES, own_device
 
 FIGURES = {"flops": 50e12, "memory": "24GiB", "bandwidth": "1e12", "link": 25e9}
 

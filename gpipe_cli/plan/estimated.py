@@ -12,17 +12,16 @@ from torch import nn
 from gpipe_cli.build.step import autocast_of, with_gradient
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.costs import LayerCosts, TransferCost
 from gpipe_cli.plan.device_costs import DeviceRun, LayerUpdate, estimate_costs
-from gpipe_cli.plan.devices import DEVICES, is_elsewhere, own_device
-from gpipe_cli.plan.links import Link
+from gpipe_cli.plan.device_table import DEVICES, is_elsewhere, own_device
 from gpipe_cli.plan.measured import MicroBatchSize
+from gpipe_cli.plan.plan_memory import PlanMemory
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.plan_memory import PlanMemory
 
-HOST_LINK = Link(0.01, 12e9)
+HOST_LINK = TransferCost(0.01, 12e9)
 """Between the memory of the host and a device: what PCIe 3.0 x16 reaches."""
 
 
@@ -71,7 +70,7 @@ class EstimatedCosts:
         by_device = [self._costs_of_run(rows, run) for run in self._devices.runs[:devices]]
         return by_device[0] if len(set(map(id, by_device))) == 1 else LayerCosts.mixed(by_device)
 
-    def host_link(self) -> Link:
+    def host_transfer(self) -> TransferCost:
         return HOST_LINK
 
     def _estimate(self, rows: int, run: DeviceRun) -> LayerCosts:

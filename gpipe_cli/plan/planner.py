@@ -18,17 +18,19 @@ from torch import nn
 
 from gpipe_cli.accelerator.devices import available_cores, default_partitions, resolve_devices
 from gpipe_cli.build.loader import BatchLoader
-from gpipe_cli.build.step import make_loss, memory_limit
+from gpipe_cli.build.step import autocast_of, make_loss, memory_limit
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.config.words import override_key, sets_key
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.bound import MemoryFit
-from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.plan.links import Link
-from gpipe_cli.plan.measured import MicroBatchSize
+from gpipe_cli.plan.costs import LayerCosts, TransferCost
+from gpipe_cli.plan.estimated import EstimatedCosts, estimated_devices
+from gpipe_cli.plan.measured import MeasuredSource, MicroBatchSize
+from gpipe_cli.plan.offload_plan import MicroBatches, OffloadPlanner
 from gpipe_cli.plan.order_plans import CONSIDERED_PLANS, MemoryPoint, OrderPlanner
 from gpipe_cli.plan.order_problem import OrderProblem
+from gpipe_cli.plan.plan_memory import PlanMemory, PlanSizes
 from gpipe_cli.plan.prediction import Prediction, best_and_plain, predict
 from gpipe_cli.plan.search import RankedPlan, SearchResult, search, simplest_of_equals
 from gpipe_cli.plan.search_space import (
@@ -39,12 +41,9 @@ from gpipe_cli.plan.search_space import (
     powers_of_two,
     searched_schedules,
 )
+from gpipe_cli.profiling.measurements import default_folder
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.estimated_devices import EstimatedCosts, estimated_devices
-from gpipe_cli.run.measured_devices import MeasuredDevices
-from gpipe_cli.run.offload_plan import MicroBatches, OffloadPlanner
-from gpipe_cli.run.plan_memory import PlanMemory, PlanSizes
 from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.orders import AUTO, FILE
 from gpipe_cli.values import format_bytes
@@ -71,7 +70,7 @@ class CostSource(Protocol):
     def costs(self, rows: int, devices: int) -> LayerCosts:
         """Of a micro-batch on the first devices."""
 
-    def host_link(self) -> Link: ...
+    def host_transfer(self) -> TransferCost: ...
 
 
 @final
@@ -130,13 +129,15 @@ class Planner:
             self._memory = PlanMemory(settings, model, self.sample, limits or estimated.memory)
             self._source = EstimatedCosts(settings, model, estimated, self._memory, self.sample)
         else:
-            measured = MeasuredDevices(
-                settings,
+            measured = MeasuredSource(
                 model,
                 self.devices,
-                apart=self.separate_machines,
                 sample_of=self.sample,
-                facts_of=lambda rows: self._memory.facts(rows),
+                stats_of=lambda rows: self._memory.facts(rows),
+                autocast=partial(autocast_of, settings),
+                folder=default_folder(),
+                reuse=settings.plan.cache,
+                apart=self.separate_machines,
             )
             self._memory = PlanMemory(settings, model, self.sample, limits or measured.memory)
             self._source = measured
@@ -317,7 +318,7 @@ class Planner:
             self.devices[0],
             self._memory,
             self._memory.limits[0],
-            self._source.host_link(),
+            self._source.host_transfer(),
             self.sample,
             lambda rows: self._source.costs(rows, 1),
         )

@@ -1,1 +1,0 @@
-"""One configured run: build it, set up or resume its directory, record it, stop it and summarize it."""
