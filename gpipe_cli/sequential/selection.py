@@ -73,8 +73,8 @@ def _no_match(pattern: str, names: Iterable[str], key: str, words: Iterable[str]
     known.extend(words)
     outermost = [name for name in known if "." not in name]
     more = ", ..." if len(outermost) > _MAX_NAMES else ""
-    cure = did_you_mean(pattern, known) or f"it has {', '.join(outermost[:_MAX_NAMES])}{more}"
-    return ConfigError(f"{key}={pattern}: no parameter of the model has such a name; {cure}")
+    hint = did_you_mean(pattern, known) or f"it has {', '.join(outermost[:_MAX_NAMES])}{more}"
+    return ConfigError(f"{key}={pattern}: no parameter of the model has such a name; {hint}")
 
 
 @final
@@ -110,7 +110,7 @@ def freeze(model: nn.Sequential, patterns: Collection[str], key: str = "freeze")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"{key}=[{','.join(patterns)}]: freezes every parameter of the model, so that there is nothing to train; "
-            "leave out at least one layer"
+            "remove at least one of them"
         )
     return FrozenParameters(
         tuple(patterns),

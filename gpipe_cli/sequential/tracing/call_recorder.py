@@ -8,46 +8,39 @@ the result has no storage either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten
 from gpipe_cli.sequential.deferred import meta_like
 from gpipe_cli.sequential.other_generators import generator_states
-from gpipe_cli.sequential.tracing.leaves import Leaves
-from gpipe_cli.sequential.tracing.recording import (
+from gpipe_cli.sequential.tracing.graph import (
     INPUTS,
-    LEAVES_TORCH,
-    SIZED_BY_VALUES,
-    Attribute,
-    Call,
     ConstantTensor,
     Device,
-    MemoryAccesses,
+    FieldName,
+    NodeInfo,
     NotRecordable,
     ReadDtype,
-    Recording,
-    Ref,
     SourceLine,
-    Target,
-    Value,
-    Versions,
-    attribute_of,
-    is_mask,
+    TraceGraph,
+    WriteSpan,
+    info_of,
     located_tensors,
     map_tree,
-    reads_values,
     tensors_in,
 )
-from gpipe_cli.sequential.tracing.sample import Inputs
+from gpipe_cli.sequential.tracing.leaves import Leaves
+from gpipe_cli.sequential.tracing.sample import SampleArguments
 from gpipe_cli.sequential.tracing.substitutes import (
     MetaResults,
     Substitutes,
@@ -56,22 +49,61 @@ from gpipe_cli.sequential.tracing.substitutes import (
     without_values,
 )
 from gpipe_cli.torch_internals.modules import intercept_calls, without_function_modes
+from gpipe_cli.torch_internals.tensors import storage_of, version_of
 
 _META = torch.device("meta")
-_OUTPUT_CURE = "a model must return tensors, in tuples, lists and dicts if there are several"
+_OUTPUT_HINT = "a model must return tensors, in tuples, lists and dicts if there are several"
+
+_NAMES = """
+    alpha_dropout bernoulli dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout gumbel_softmax
+    multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm rrelu
+"""
+_RANDOM = frozenset(_NAMES.split())
+
+_METADATA = """
+    __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
+    is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_tensor ndimension nelement numel size
+    storage_offset stride
+"""
+_READS_NO_VALUES = frozenset(_METADATA.split())
+"""Functions of tensors that return numbers and lists but depend on shapes and types only."""
+
+_LEAVES_TORCH = frozenset({"numpy", "__array__", "__dlpack__"})
+"""Functions of tensors whose results are computed with outside torch, where nothing is recorded."""
+
+
+_SIZED_BY_VALUES = {
+    getattr(namespace, name)
+    for namespace in (torch, torch.Tensor)
+    for name in ("argwhere", "masked_select", "nonzero", "unique", "unique_consecutive")
+}
+"""Functions whose results have as many rows as the values of their input say."""
+
+_OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.Tensor.__getitem__: operator.getitem,
+    torch.Tensor.__setitem__: operator.setitem,
+}
+
+_METHODS: dict[Callable[..., Any], str] = {
+    member: name
+    for kind in reversed(torch.Tensor.__mro__)
+    for name, member in vars(kind).items()
+    if callable(member)
+}
+"""Not by `__name__`: that of some functions of torch.Tensor is the name of what they wrap."""
 
 
 def record(
-    model: nn.Module, substitutes: Substitutes, leaves: Leaves, inputs: Inputs, results: MetaResults
-) -> Recording:
-    recorder = _Recorder(model, substitutes, leaves, results)
+    model: nn.Module, substitutes: Substitutes, leaves: Leaves, inputs: SampleArguments, results: MetaResults
+) -> TraceGraph:
+    recorder = _CallRecorder(model, substitutes, leaves, results)
     recorder.add_inputs(inputs.tensors)
     random_states = generator_states()
     try:
         with intercept_calls(recorder.call_module, recorder.apply_function), recorder, torch.enable_grad():
             output = model(*inputs.args, **inputs.kwargs)
         recorder.check_assignments()
-        recording = recorder.recording(output)
+        trace = recorder.trace(output)
     except (NotRecordable, ConfigError):
         raise
     except Exception as error:  # the model's own code may raise anything
@@ -84,11 +116,11 @@ def record(
             None,
             "it draws from Python's random or NumPy's, which a trace would not repeat; draw with torch",
         )
-    return recording
+    return trace
 
 
 @final
-class _Recorder(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     def __init__(
         self, model: nn.Module, substitutes: Substitutes, leaves: Leaves, results: MetaResults
     ) -> None:
@@ -109,15 +141,16 @@ class _Recorder(TorchFunctionMode):
         self._modules = [""]
         self._leaf_depth = 0
         self._inside: set[int] = set()  # modules and tensors of the leaf that runs
-        self._calls: list[Call] = []
-        self._values: list[Value] = []
-        self._numbers: dict[int, int] = {}
+        self._graph = fx.Graph()
+        self._calls = 0
+        self._tensors = 0
+        self._nodes: dict[int, fx.Node] = {}
         self._alive: list[Tensor] = []  # so that no tensor gets the id of a freed one
         self._mark = object()  # on the tensors of this run
-        self._dtype_reads: dict[torch.dtype, Ref | Attribute] = {}
+        self._dtype_reads: dict[torch.dtype, fx.Node] = {}
         self._copies: dict[int, Tensor] = {}
         self._sized_by_values: set[int] = set()
-        self._memory = MemoryAccesses()
+        self._memory = _MemoryAccesses()
 
     @property
     def location(self) -> str:
@@ -127,22 +160,22 @@ class _Recorder(TorchFunctionMode):
     def add_inputs(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             self._memory.record(INPUTS, (), (), (tensor,))
-            self._add_value(tensor, frozenset({name}), ())
-            self._values[-1] = replace(self._values[-1], requires_grad=False)
+            node = self._graph.placeholder(_identifier(name))
+            self._note_tensor(node, NodeInfo(), tensor, frozenset({name}), requires_grad=False)
 
-    def recording(self, output: Any) -> Recording:
+    def trace(self, output: Any) -> TraceGraph:
         where = SourceLine.defining(type(self._model).forward)
         try:
             tensors, template = flatten(output, "output")
         except TypeError as error:
             raise ConfigError(
-                f"{where}: the model's output is not supported: {error}; {_OUTPUT_CURE}"
+                f"{where}: the model's output is not supported: {error}; {_OUTPUT_HINT}"
             ) from error
         if not tensors:
             kind = type(output).__name__
-            raise ConfigError(f"{where}: the model returns a {kind} without tensors; {_OUTPUT_CURE}")
-        spans = list(self._memory.write_spans())
-        return Recording(self._values, self._calls, self._replace(list(tensors)), template, spans)
+            raise ConfigError(f"{where}: the model returns a {kind} without tensors; {_OUTPUT_HINT}")
+        self._graph.output(self._replace(tuple(tensors)))
+        return TraceGraph(self._graph, template, list(self._memory.write_spans()))
 
     def check_assignments(self) -> None:
         """Refuse a forward that assigns to a buffer: layers repeat calls, and in-place writes, but no assignments."""
@@ -170,7 +203,7 @@ class _Recorder(TorchFunctionMode):
             return output
         args, kwargs = self._substitutes.within((args, kwargs))
         with without_function_modes():
-            before = Versions((args, kwargs))
+            before = _Versions((args, kwargs))
         self._leaf_depth += 1
         self._inside = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
         output = self._call_leaf(call, module, args, kwargs)
@@ -218,7 +251,7 @@ class _Recorder(TorchFunctionMode):
         if self._leaf_depth:
             self._check_inside(tensors_in((args, kwargs)))
         args, named = self._substitutes.within((tuple(args), dict(kwargs or {})))
-        attribute = attribute_of(func)
+        attribute = _attribute_of(func)
         if attribute == "device" and args[0].is_meta:
             return self._device
         if self._leaf_depth:
@@ -229,8 +262,8 @@ class _Recorder(TorchFunctionMode):
             return self._requires_grad(args[0])
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
-        before = Versions((args, named))
-        copies = Versions([self._copies.get(id(tensor), tensor) for tensor in before.tensors])
+        before = _Versions((args, named))
+        copies = _Versions([self._copies.get(id(tensor), tensor) for tensor in before.tensors])
         try:
             output = self._execute(func, args, named)
         except (RuntimeError, TypeError) as error:
@@ -241,21 +274,19 @@ class _Recorder(TorchFunctionMode):
             ) from error
         written = before.written() or [before.tensors[index] for index in copies.changed()]
         has_tensors = bool(tensors_in(output))
-        depends_on_values = attribute is None and reads_values(func, output)
+        depends_on_values = attribute is None and _reads_values(func, output)
         if args and id(args[0]) in self._sized_by_values:
             depends_on_values |= attribute == "shape" or func.__name__ in ("size", "numel", "__len__")
-        if func in SIZED_BY_VALUES or (func is torch.Tensor.__getitem__ and is_mask(args[1])):
+        if func in _SIZED_BY_VALUES or (func is torch.Tensor.__getitem__ and _is_mask(args[1])):
             self._sized_by_values.update(map(id, tensors_in(output)))
         if attribute is not None:
             func, args = getattr, (args[0], attribute)
         if has_tensors or written:
             self._add_call(func, args, named, output, before.tensors, written)
-        elif func.__name__ in LEAVES_TORCH and self._dependencies(before.tensors):
+        elif func.__name__ in _LEAVES_TORCH and self._dependencies(before.tensors):
             raise self._not_recordable("it computes with values of tensors outside torch")
         elif before.tensors and depends_on_values:
-            self._add_call(func, args, named, output, before.tensors, [])
-            self._calls[-1].reads_values = True
-            self._calls[-1].result = tuple(output) if isinstance(output, torch.Size) else output
+            self._add_call(func, args, named, output, before.tensors, [], decides=True)
         return output
 
     def _execute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,7 +298,7 @@ class _Recorder(TorchFunctionMode):
                 return self._copy_of(argument)
             return _META if isinstance(argument, torch.device) else argument
 
-        if func is torch.Tensor.__getitem__ and args[0].is_meta and is_mask(args[1]):
+        if func is torch.Tensor.__getitem__ and args[0].is_meta and _is_mask(args[1]):
             # The size of the result depends on the values of the mask, which are known.
             return without_values(with_values(args[0])[args[1]])
         meta_args, meta_kwargs = map_tree(without_values, (tuple(args), kwargs))
@@ -283,55 +314,92 @@ class _Recorder(TorchFunctionMode):
 
     def _add_call(
         self,
-        target: Target,
+        target: str | Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         output: Any,
         tensors: list[Tensor],
         written: list[Tensor],
+        *,
+        decides: bool = False,
     ) -> None:
+        """target: the path of a module, or a torch function."""
         if _autocast_state() != self._autocast:
             raise self._not_recordable("it changes autocast")
         is_module = isinstance(target, str)
+        is_random = not isinstance(target, str) and target.__name__ in _RANDOM
         grad = torch.is_grad_enabled()
         if not grad and (is_module or written):
             raise self._not_recordable("it calls modules, or writes in place, with gradients disabled")
-        call = Call(
-            target,
-            self._replace((args, kwargs)),
-            tuple(self._modules),
-            SourceLine.running(),
-            grad,
-            len(self._values),
+        result = tuple(output) if isinstance(output, torch.Size) else output
+        info = NodeInfo(
+            call=self._calls,
+            modules=tuple(self._modules),
+            line=SourceLine.running(),
+            grad=grad,
+            writes=bool(written),
+            is_impure=bool(written) or is_module or is_random,
+            decides=decides,
+            result=result if decides else None,
+            kind=type(result) if decides else type(None),
         )
-        call.writes = bool(written)
         depends_on = self._dependencies(tensors)
-        if is_module or call.is_random:
+        if is_module or is_random:
             depends_on |= {"parameters" if is_module else "random"}
+        node = self._call(target, *self._replace((args, kwargs)))
+        node.meta["trace"] = info
         located = [(access, self._substitutes.of(tensor)) for access, tensor in located_tensors(output)]
-        self._memory.record(len(self._calls), tensors, written, [tensor for _, tensor in located])
+        self._memory.record(self._calls, tensors, written, [tensor for _, tensor in located])
         for access, tensor in located:
-            self._add_value(tensor, depends_on, access)
-        call.values = self._values[call.first :]
-        self._calls.append(call)
+            self._note_tensor(self._member(node, access), info, tensor, depends_on)
+        self._calls += 1
 
-    def _dependencies(self, tensors: list[Tensor]) -> frozenset[str]:
-        names: set[str] = set()
-        for tensor in tensors:
-            if id(tensor) in self._attributes:
-                names.add("parameters")
-            elif id(tensor) in self._numbers:
-                names |= self._values[self._numbers[id(tensor)]].depends_on
-        return frozenset(names)
+    def _call(self, target: str | Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
+        if isinstance(target, str):
+            return self._graph.call_module(target, args, kwargs)
+        if target in _METHODS and target not in _OPERATORS:
+            return self._graph.call_method(_METHODS[target], args, kwargs)
+        return self._graph.call_function(_OPERATORS.get(target, target), args, kwargs)
 
-    def _add_value(self, tensor: Tensor, depends_on: frozenset[str], access: tuple[Any, ...]) -> None:
+    def _member(self, node: fx.Node, access: tuple[Any, ...]) -> fx.Node:
+        """The tensor at a place in what a call returned."""
+        info = replace(info_of(node), is_impure=False, decides=False, result=None, kind=type(None))
+        for key in access:
+            read, name = (getattr, str(key)) if isinstance(key, FieldName) else (operator.getitem, key)
+            node = self._graph.call_function(read, (node, name))
+            node.meta["trace"] = info
+        return node if info.grad else self._graph.call_function(torch.detach, (node,))
+
+    def _note_tensor(
+        self,
+        node: fx.Node,
+        info: NodeInfo,
+        tensor: Tensor,
+        depends_on: frozenset[str],
+        *,
+        requires_grad: bool = True,
+    ) -> None:
         self._alive.append(tensor)
         tensor.recorded_by = self._mark  # type: ignore[attr-defined]
-        self._numbers[id(tensor)] = len(self._values)
-        # Whatever depends on parameters has no values here.
-        requires_grad = tensor.is_meta and tensor.is_floating_point() and torch.is_grad_enabled()
-        value = Value(tuple(tensor.shape), tensor.nbytes, requires_grad, depends_on, access)
-        self._values.append(value)
+        self._nodes[id(tensor)] = node
+        node.meta["trace"] = replace(
+            node.meta.get("trace", info),
+            kind=Tensor,
+            place=self._tensors,
+            shape=tuple(tensor.shape),
+            bytes=tensor.nbytes,
+            # Whatever depends on parameters has no values here.
+            requires_grad=requires_grad
+            and tensor.is_meta
+            and tensor.is_floating_point()
+            and torch.is_grad_enabled(),
+            depends_on=depends_on,
+        )
+        self._tensors += 1
+
+    def _dependencies(self, tensors: list[Tensor]) -> frozenset[str]:
+        nodes = filter(None, map(self._reference, tensors))
+        return frozenset().union(*(info_of(node).depends_on for node in nodes))
 
     def _replace(self, tree: Any) -> Any:
         return map_tree(self._replacement, tree)
@@ -340,7 +408,8 @@ class _Recorder(TorchFunctionMode):
         if isinstance(leaf, Tensor):
             return self._reference(leaf) or self._constant(leaf)
         if isinstance(leaf, torch.dtype):
-            return ReadDtype(leaf, self._dtype_reads.get(leaf))
+            source = self._dtype_reads.get(leaf)
+            return ReadDtype(leaf, None if source is None else info_of(source).place)
         if isinstance(leaf, torch.Generator):
             raise self._not_recordable(
                 "it draws from a generator of its own, which recomputation would not repeat; draw from torch's"
@@ -361,12 +430,13 @@ class _Recorder(TorchFunctionMode):
         # A frozen nn.Parameter would become a parameter of the layer that holds it.
         return ConstantTensor(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
 
-    def _reference(self, tensor: Tensor) -> Ref | Attribute | None:
-        tensor = self._substitutes.of(tensor)
-        if id(tensor) in self._numbers:
-            return Ref(self._numbers[id(tensor)])
-        path = self._attributes.get(id(tensor))
-        return None if path is None else Attribute(path)
+    def _reference(self, tensor: Tensor) -> fx.Node | None:
+        """The node of a tensor that a call returned, or of a parameter or buffer."""
+        key = id(self._substitutes.of(tensor))
+        if key not in self._nodes and key in self._attributes:
+            self._nodes[key] = node = self._graph.get_attr(self._attributes[key])
+            node.meta["trace"] = NodeInfo(place=self._attributes[key], depends_on=frozenset({"parameters"}))
+        return self._nodes.get(key)
 
     def _note_dtype(self, tensor: Tensor) -> None:
         source = self._reference(tensor)
@@ -376,9 +446,9 @@ class _Recorder(TorchFunctionMode):
     def _requires_grad(self, tensor: Tensor) -> bool:
         """No substitute requires gradients. A parameter has its own answer."""
         source = self._reference(tensor)
-        if isinstance(source, Attribute):
-            return bool(attrgetter(source.path)(self._model).requires_grad)
-        if source is not None and "parameters" in self._values[source.number].depends_on:
+        if source is not None and source.op == "get_attr":
+            return bool(attrgetter(str(source.target))(self._model).requires_grad)
+        if source is not None and "parameters" in info_of(source).depends_on:
             raise self._not_recordable("it asks whether a computed tensor requires gradients")
         return tensor.requires_grad
 
@@ -398,3 +468,82 @@ class _Recorder(TorchFunctionMode):
 
 def _autocast_state() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu"))
+
+
+@final
+class _MemoryAccesses:
+    """Storages are told apart by address, so the caller keeps every tensor alive."""
+
+    def __init__(self) -> None:
+        self._copied: dict[int, int] = {}
+        self._created: dict[int, int] = {}
+        self._used: dict[int, list[int]] = {}
+        self._written: dict[int, int] = {}
+
+    def copy(self, copied: Tensor, original: Tensor) -> None:
+        """Let `copied` count as the memory of `original`."""
+        self._copied[storage_of(copied)] = self._storage(original)
+
+    def record(
+        self, call: int, inputs: Iterable[Tensor], written: Iterable[Tensor], outputs: Iterable[Tensor]
+    ) -> None:
+        for storage in map(self._storage, inputs):
+            self._used.setdefault(storage, []).append(call)
+        for storage in map(self._storage, written):
+            self._written[storage] = call
+        for storage in map(self._storage, outputs):
+            if storage not in self._used:  # otherwise a view of an input, or the model's own memory
+                self._created.setdefault(storage, call)
+
+    def write_spans(self) -> Iterator[WriteSpan]:
+        for storage, writer in self._written.items():
+            users = self._used[storage]
+            if storage in self._created:
+                yield WriteSpan(self._created[storage], writer)
+            else:
+                # The model's own memory: each reader must stay before or after the write, as it was.
+                yield WriteSpan(users[0], users[-1])
+
+    def _storage(self, tensor: Tensor) -> int:
+        storage = storage_of(tensor)
+        return self._copied.get(storage, storage)
+
+
+@final
+class _Versions:
+    """The tensors in some arguments, and which of them have been written in place since.
+
+    autograd counts a tensor's in-place writes in its version, also on the meta device.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self.tensors = tensors_in(arguments)
+        self._versions = [version_of(tensor) for tensor in self.tensors]
+
+    def changed(self) -> list[int]:
+        pairs = zip(self.tensors, self._versions, strict=True)
+        return [index for index, (tensor, version) in enumerate(pairs) if version_of(tensor) != version]
+
+    def written(self) -> list[Tensor]:
+        return [self.tensors[index] for index in self.changed()]
+
+
+def _attribute_of(func: Callable[..., Any]) -> str | None:
+    """The name of the tensor attribute that a function reads, such as "shape"; None for other functions."""
+    descriptor = getattr(func, "__self__", None)
+    return descriptor.__name__ if func.__name__ == "__get__" and descriptor is not None else None
+
+
+def _reads_values(func: Callable[..., Any], output: Any) -> bool:
+    return isinstance(output, bool | int | float | complex | list) and func.__name__ not in _READS_NO_VALUES
+
+
+def _is_mask(index: Any) -> bool:
+    tensors = tensors_in(index)
+    return any(tensor.dtype == torch.bool for tensor in tensors) and not any(
+        tensor.is_meta for tensor in tensors
+    )
+
+
+def _identifier(name: str) -> str:
+    return "".join(character if character.isalnum() else "_" for character in name).strip("_") or "input"

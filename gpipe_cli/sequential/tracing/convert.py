@@ -17,10 +17,10 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.sequential.sequence import LayerSequence
 from gpipe_cli.sequential.tracing.cuts import CutPoint, Dataflow, choose_cuts, cut_points, used_paths
-from gpipe_cli.sequential.tracing.graph import build_graph
+from gpipe_cli.sequential.tracing.generalize import with_expressions_computed
 from gpipe_cli.sequential.tracing.layers import build_layers
 from gpipe_cli.sequential.tracing.leaves import Leaves, remedy
-from gpipe_cli.sequential.tracing.sample import Sample
+from gpipe_cli.sequential.tracing.sample import TraceSample
 from gpipe_cli.sequential.tracing.segments import Segment, segments_of
 from gpipe_cli.sequential.tracing.trace import Trace
 from gpipe_cli.sequential.tracing.verify import check_modes, is_right_at, verify
@@ -38,11 +38,14 @@ def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = 
     The sequence returns what the model returns, and behaves like it in both modes: layers read `training` when they
     run. Other Python attributes of modules that have children are fixed at their current values.
     """
-    inputs = Sample(sample)
+    inputs = TraceSample(sample)
     whole = Leaves(model, leaves)
     trace = Trace(model, inputs, whole)
     programs = list(dict.fromkeys(trace.programs.values()))
-    graphs = [build_graph(program, inputs, f"_constant_{index}_") for index, program in enumerate(programs)]
+    graphs = [
+        with_expressions_computed(program, inputs, f"_constant_{index}_")
+        for index, program in enumerate(programs)
+    ]
     flows = [Dataflow(graph) for graph in graphs]
     uses = sum(flow.uses(len(flow.steps)) for flow in flows)
     cuts = choose_cuts(cut_points(flows, model), uses)

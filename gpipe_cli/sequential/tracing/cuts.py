@@ -18,7 +18,7 @@ from typing import final
 from torch import fx, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.tracing.graph import GraphInfo
+from gpipe_cli.sequential.tracing.graph import TraceGraph, info_of
 
 _LONG = 24  # uses of modules: two residual blocks of the larger kind
 _QUARTERS = 4  # in a small model, a segment of more than a quarter of it is long
@@ -29,13 +29,10 @@ _NEAR = 12  # uses of modules on either side in which no point may have fewer ac
 class Dataflow:
     """A graph as steps in order, with the values that cross each position between them."""
 
-    def __init__(self, info: GraphInfo) -> None:
-        self.info = info
-        nodes = info.graph.nodes
-        self.steps = [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
-        self.inputs = [node for node in nodes if node.op == "placeholder"]
-        self.output = next(node for node in nodes if node.op == "output")
-        self.values = info.values
+    def __init__(self, trace: TraceGraph) -> None:
+        self.trace = trace
+        self.steps, self.inputs, self.output = trace.steps, trace.inputs, trace.output
+        self.values = {node: info_of(node) for node in (*self.inputs, *self.steps)}
         self.index = {node: index for index, node in enumerate(self.steps)} | dict.fromkeys(self.inputs, -1)
         self.index[self.output] = len(self.steps)
         self.crossing: list[list[fx.Node]] = [[] for _ in range(len(self.steps) + 1)]
@@ -49,9 +46,9 @@ class Dataflow:
         self._uses = [0, *accumulate(any(True for _ in used_paths(step)) for step in self.steps)]
 
     def _positions_inside_writes(self) -> set[int]:
-        calls = [self.info.calls[step] for step in self.steps]
+        calls = [self.values[step].call for step in self.steps]
         inside: set[int] = set()
-        for span in self.info.spans:
+        for span in self.trace.spans:
             first = 0 if span.first < 0 else bisect_left(calls, span.first)
             inside.update(range(first + 1, bisect_right(calls, span.last)))
         return inside
@@ -153,7 +150,7 @@ def _common_positions(flows: Sequence[Dataflow]) -> list[tuple[int, ...]]:
 
 def _signature(flow: Dataflow, step: fx.Node) -> tuple[str, str, str]:
     """Identifies the same step in the graphs of both modes."""
-    return step.op, str(step.target), flow.info.owners[step]
+    return step.op, str(step.target), flow.values[step].modules[-1]
 
 
 def _buffer_obstacles(

@@ -1,28 +1,38 @@
-"""From recordings of a model at several sizes, in both modes and in two dtypes to one program for all of them.
+"""From runs of a model at several sizes, in both modes and in two dtypes to one graph for all of them.
 
-The recordings must agree call by call. Where an argument differs between them, it becomes an expression: a whole number
-that depends on the sizes of the inputs, a value for each mode, or the dtype of a tensor.
+The runs must agree call by call. Where an argument differs between them, it becomes an expression: a whole number that
+depends on the sizes of the inputs, a value for each mode, or the dtype of a tensor. The graph that is cut into layers
+computes these expressions, and has only the calls that matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypeAlias, final
 
-from gpipe_cli.sequential.tracing.recording import (
-    Attribute,
-    Call,
+import torch
+from torch import fx
+
+from gpipe_cli.sequential.tracing.graph import (
+    ConstantTensor,
+    Device,
+    NodeInfo,
     NotRecordable,
+    Place,
     ReadDtype,
-    Recording,
-    Ref,
+    TraceGraph,
+    check_decision,
+    choose,
+    device_of_input,
+    info_of,
     leaves_of,
     map_tree,
     structure_of,
 )
-from gpipe_cli.sequential.tracing.sample import Size
+from gpipe_cli.sequential.tracing.sample import Size, TraceSample
 
 Terms: TypeAlias = tuple[tuple[tuple[Size, ...], int], ...]
 """Products of sizes with their factors; the empty product is 1."""
@@ -31,7 +41,7 @@ Terms: TypeAlias = tuple[tuple[tuple[Size, ...], int], ...]
 @final
 @dataclass(frozen=True)
 class Setting:
-    """How a recording was made."""
+    """How a run was made."""
 
     training: bool
     sizes: Mapping[Size, int]
@@ -64,29 +74,12 @@ class ByMode:
 @final
 @dataclass(frozen=True, slots=True)
 class DtypeOf:
-    source: Ref | Attribute
+    source: Place
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Program:
-    """What a model does, for all settings that it was made from."""
-
-    recording: Recording
-    """One of the recordings."""
-    arguments: list[Any]
-    """For each call (args, kwargs) with expressions."""
-    results: list[Any]
-    """For each call that reads values what it returned, with expressions; None for others."""
-    output: Any
-    sizes: tuple[Size, ...]
-    """Those that vary."""
-    dimensions: list[dict[Size, int]]
-    """For each tensor the dimensions that are equal to a size, whatever it is."""
-
-    def used_sizes(self) -> set[Size]:
-        leaves = (leaf for tree in (*self.arguments, self.output) for leaf in leaves_of(tree))
-        return {size for leaf in leaves for size in _sizes_of(leaf)}
+def used_sizes(trace: TraceGraph) -> set[Size]:
+    """The sizes that arguments are computed from."""
+    return {size for node in trace.graph.nodes for leaf in _leaves(node) for size in _sizes_of(leaf)}
 
 
 def _sizes_of(leaf: Any) -> set[Size]:
@@ -97,56 +90,61 @@ def _sizes_of(leaf: Any) -> set[Size]:
     )
 
 
-def generalize(recordings: Sequence[tuple[Setting, Recording]], sizes: Sequence[Size]) -> Program:
-    """Return a program for settings that vary these sizes; raise NotRecordable with the first call that has none."""
-    settings = [setting for setting, _ in recordings]
-    runs = [recording for _, recording in recordings]
-    for run in runs[1:]:
-        _check_alignment(runs[0], run)
+def _leaves(node: fx.Node) -> list[Any]:
+    return leaves_of((node.args, node.kwargs))
+
+
+def generalize(runs: Sequence[tuple[Setting, TraceGraph]], sizes: Sequence[Size]) -> TraceGraph:
+    """Return a trace for settings that vary these sizes; raise NotRecordable with the first call that has none."""
+    settings = [setting for setting, _ in runs]
+    first, *others = (trace for _, trace in runs)
+    for other in others:
+        _check_alignment(first, other)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(first.graph, {}))
+    trace = TraceGraph(graph, first.template, first.spans, tuple(sizes))
     merger = _Merger(settings, sizes)
-    arguments = [
-        merger.merge(calls[0], [call.arguments for call in calls])
-        for calls in zip(*(run.calls for run in runs), strict=True)
-    ]
-    results = [
-        merger.merge(calls[0], [call.result for call in calls])
-        for calls in zip(*(run.calls for run in runs), strict=True)
-    ]
-    output = merger.merge(None, [run.output for run in runs])
-    shapes = zip(*([value.shape for value in run.values] for run in runs), strict=True)
-    dimensions = [_size_dimensions(settings, of_runs, sizes) for of_runs in shapes]
-    return Program(runs[0], arguments, results, output, tuple(sizes), dimensions)
+    for node, *nodes in zip(*(each.steps for each in (trace, *others)), strict=True):
+        info = info_of(node)
+        node.args, node.kwargs = merger.merge(info, [(each.args, each.kwargs) for each in (node, *nodes)])
+        results = [info_of(each).result for each in (node, *nodes)]
+        node.meta["trace"] = replace(info, expected=merger.merge(info, results))
+    trace.output.args = merger.merge(NodeInfo(), [each.output.args for each in (trace, *others)])
+    for node, *nodes in zip(*(each.tensors for each in (trace, *others)), strict=True):
+        shapes = [info_of(each).shape for each in (node, *nodes)]
+        node.meta["trace"] = replace(info_of(node), dimensions=_size_dimensions(settings, shapes, sizes))
+    return trace
 
 
-def check(program: Program, setting: Setting, recording: Recording) -> None:
-    """Raise NotRecordable unless the program does what a recording at other sizes did.
+def check(trace: TraceGraph, setting: Setting, run: TraceGraph) -> None:
+    """Raise NotRecordable unless the trace does what a run at other sizes did.
 
-    Dimensions that are not equal to a size after all are removed from the program.
+    Dimensions that are not equal to a size after all are removed from the trace.
     """
-    _check_alignment(program.recording, recording)
-    for expected, result, call in zip(program.arguments, program.results, recording.calls, strict=True):
-        _check_arguments(expected, call.arguments, setting, call)
-        _check_arguments(result, call.result, setting, call)
-    _check_arguments(program.output, recording.output, setting, None)
-    for dimensions, value in zip(program.dimensions, recording.values, strict=True):
-        for size, dimension in list(dimensions.items()):
-            # Equal only at some sizes, as in `ids[:, :512]`.
-            if value.shape[dimension] != setting.sizes[size]:
-                del dimensions[size]
+    _check_alignment(trace, run)
+    for node, other in zip(trace.steps, run.steps, strict=True):
+        info = info_of(other)
+        _check_leaves(_leaves(node), _leaves(other), setting, info)
+        _check_leaves(leaves_of(info_of(node).expected), leaves_of(info.result), setting, info)
+    _check_leaves(_leaves(trace.output), _leaves(run.output), setting, NodeInfo())
+    for node, other in zip(trace.tensors, run.tensors, strict=True):
+        info, shape = info_of(node), info_of(other).shape
+        # Equal only at some sizes, as in `ids[:, :512]`.
+        kept = {size: at for size, at in info.dimensions.items() if shape[at] == setting.sizes[size]}
+        node.meta["trace"] = replace(info, dimensions=kept)
 
 
-def check_modules(program: Program, _setting: Setting, recording: Recording) -> None:
-    """Raise NotRecordable unless the program calls the modules that a recording at other sizes called."""
+def check_modules(trace: TraceGraph, _setting: Setting, run: TraceGraph) -> None:
+    """Raise NotRecordable unless the trace calls the modules that a run at other sizes called."""
     expected, actual = (
-        [call.target for call in run.calls if isinstance(call.target, str)]
-        for run in (program.recording, recording)
+        [node.target for node in each.steps if node.op == "call_module"] for each in (trace, run)
     )
-    if expected != actual or program.recording.template != recording.template:
+    if expected != actual or trace.template != run.template:
         raise NotRecordable("", None, "it calls other modules at other sizes")
 
 
-def _check_arguments(expected: Any, actual: Any, setting: Setting, call: Call | None) -> None:
-    for expression, leaf in zip(leaves_of(expected), leaves_of(actual), strict=True):
+def _check_leaves(expected: Sequence[Any], actual: Sequence[Any], setting: Setting, info: NodeInfo) -> None:
+    for expression, leaf in zip(expected, actual, strict=True):
         if isinstance(expression, ByMode):
             expression = expression.training if setting.training else expression.evaluation
         if isinstance(expression, SizeExpression):
@@ -155,39 +153,51 @@ def _check_arguments(expected: Any, actual: Any, setting: Setting, call: Call | 
             continue
         if not _same(expression, leaf):
             raise _differs(
-                call, f"an argument that it computes was {leaf!r} at other sizes, not {expression!r}"
+                info, f"an argument that it computes was {leaf!r} at other sizes, not {expression!r}"
             )
 
 
-def _check_alignment(one: Recording, other: Recording) -> None:
+def _check_alignment(one: TraceGraph, other: TraceGraph) -> None:
     """Raise NotRecordable, with the innermost module that made the difference, unless both make the same calls."""
-    for left, right in zip(one.calls, other.calls, strict=False):
-        if left.target != right.target or len(left.values) != len(right.values):
+    left_steps, right_steps = one.steps, other.steps
+    for left, right in zip(left_steps, right_steps, strict=False):
+        if _description(left) != _description(right):
             raise _diverged(left, right)
-        if left.modules != right.modules or left.grad != right.grad or left.writes != right.writes:
-            raise _diverged(left, right)
-        if structure_of(left.arguments) != structure_of(right.arguments):
-            raise _diverged(left, right)
-        if structure_of(left.result) != structure_of(right.result):
-            raise _diverged(left, right)
-    if len(one.calls) != len(other.calls) or one.template != other.template:
+    if len(left_steps) != len(right_steps) or one.template != other.template:
         reason = "it returns something else, or calls more functions, at other sizes or in other calls"
         raise NotRecordable("", None, reason)
 
 
-def _diverged(left: Call, right: Call) -> NotRecordable:
-    common = [path for path, other in zip(left.modules, right.modules, strict=False) if path == other]
+def _description(node: fx.Node) -> tuple[Any, ...]:
+    """What of a call must be the same in every run."""
+    info = info_of(node)
+    arguments = structure_of((node.args, node.kwargs))
+    return (
+        node.target,
+        info.is_tensor,
+        info.modules,
+        info.grad,
+        info.writes,
+        arguments,
+        structure_of(info.result),
+    )
+
+
+def _diverged(left: fx.Node, right: fx.Node) -> NotRecordable:
+    info, modules = info_of(left), info_of(right).modules
+    common = [path for path, other in zip(info.modules, modules, strict=False) if path == other]
     reason = f"it does not do the same at every size, or in every call ({_name(left)} became {_name(right)})"
-    return NotRecordable(common[-1], left.line, reason)
+    return NotRecordable(common[-1], info.line, reason)
 
 
-def _differs(call: Call | None, reason: str) -> NotRecordable:
-    path, line = ("", None) if call is None else (call.modules[-1], call.line)
-    return NotRecordable(path, line, reason)
+def _differs(info: NodeInfo, reason: str) -> NotRecordable:
+    return NotRecordable(info.modules[-1], info.line, reason)
 
 
-def _name(call: Call) -> str:
-    return f"'{call.target}'" if isinstance(call.target, str) else call.target.__name__
+def _name(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return f"'{node.target}'"
+    return node.target if isinstance(node.target, str) else node.target.__name__
 
 
 @final
@@ -202,7 +212,7 @@ class _Merger:
             for training in (True, False)
         ]
 
-    def merge(self, call: Call | None, trees: Sequence[Any]) -> Any:
+    def merge(self, info: NodeInfo, trees: Sequence[Any]) -> Any:
         columns = iter(zip(*map(leaves_of, trees), strict=True))
 
         def merged(_: Any) -> Any:
@@ -210,7 +220,7 @@ class _Merger:
             try:
                 return self._merge_leaf(leaves)
             except ValueError as error:
-                raise _differs(call, str(error)) from error
+                raise _differs(info, str(error)) from error
 
         return map_tree(merged, trees[0])
 
@@ -226,7 +236,7 @@ class _Merger:
         # Only training is recorded in another dtype.
         if len(by_mode) == 1 or _same(by_mode[0], by_mode[1]) or isinstance(by_mode[0], DtypeOf):
             return by_mode[0]
-        if any(isinstance(leaf, Ref | Attribute) for leaf in by_mode):
+        if any(isinstance(leaf, fx.Node) for leaf in by_mode):
             raise ValueError("it uses other tensors in training than in evaluation")
         return ByMode(*by_mode)
 
@@ -283,6 +293,8 @@ def _same(left: Any, right: Any) -> bool:
     """Whether a function could not tell two arguments apart: 0, 0.0, -0.0 and False are four different ones."""
     if left is right:
         return True
+    if isinstance(left, fx.Node) and isinstance(right, fx.Node):
+        return info_of(left).place == info_of(right).place
     if isinstance(left, ReadDtype) and isinstance(right, ReadDtype):
         return left.dtype == right.dtype
     if type(left) is not type(right):
@@ -311,3 +323,148 @@ def _size_dimensions(
             shape[dimension] == setting.sizes[size] for setting, shape in zip(settings, shapes, strict=True)
         )
     }
+
+
+_WRITTEN = {
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    *map(type, (None, ..., torch.float, torch.strided, torch.preserve_format)),
+}
+"""Types of arguments that generated code can write down. Any other object is an attribute of its layer."""
+
+
+def with_expressions_computed(trace: TraceGraph, sample: TraceSample, prefix: str) -> TraceGraph:
+    """Return the graph that is cut into layers; `prefix` begins the names of its constants."""
+    computed = _Computed(trace, prefix)
+    needed = _needed_calls(trace, sample)
+    for node in trace.steps:
+        if info_of(node).call in needed:
+            computed.add(node)
+    return computed.with_output(trace)
+
+
+def _needed_calls(trace: TraceGraph, sample: TraceSample) -> set[int]:
+    """The calls that the output depends on, and those that do more than return something."""
+    used = _places_in(trace.output)
+    needed: set[int] = set()
+    for node in reversed(trace.steps):
+        info = info_of(node)
+        is_used = info.is_impure or info.place in used or (info.decides and _is_guarded(node, sample))
+        if is_used or info.call in needed:
+            needed.add(info.call)
+            used |= _places_in(node)
+    return needed
+
+
+def _places_in(node: fx.Node) -> set[Place | None]:
+    sources = {leaf.source for leaf in _leaves(node) if isinstance(leaf, DtypeOf)}
+    return {info_of(each).place for each in node.all_input_nodes} - {None} | sources
+
+
+def _is_guarded(node: fx.Node, sample: TraceSample) -> bool:
+    """Whether a decision on values must be checked at run time.
+
+    Not if the values come from sizes alone. Nor if masks alone decide whether to do something: the trace has seen
+    padding, and a model that skips its mask where there is none computes the same with it.
+    """
+    sources = {name for each in node.all_input_nodes for name in info_of(each).depends_on}
+    return not sources <= (sample.masks if isinstance(info_of(node).result, bool) else set())
+
+
+@final
+class _Computed:
+    """A graph in which nodes compute what the arguments of a generalized trace only say."""
+
+    def __init__(self, trace: TraceGraph, prefix: str) -> None:
+        self._graph = fx.Graph()
+        self._constants: dict[str, Any] = {}
+        self._prefix = prefix
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._tensors: dict[Place | None, fx.Node] = {}
+        self._attributes: dict[str, fx.Node] = {}
+        self._info = NodeInfo()
+        for node in trace.inputs:
+            self._note(node, self._graph.placeholder(str(node.target)))
+        self._sizes = {size: self._size_node(trace.inputs, size) for size in trace.sizes}
+
+    def add(self, node: fx.Node) -> None:
+        self._info = info = info_of(node)
+        args, kwargs = map_tree(self._argument, (node.args, node.kwargs))
+        copied = self._graph.create_node(node.op, node.target, args, kwargs)
+        self._note(node, copied)
+        if info.decides:
+            message = f"{info.line} went on with {info.result!r} when the model was traced"
+            result = map_tree(self._argument, info.expected)
+            self._function(check_decision, (copied, result, message, info.modules[-1]), type(None))
+
+    def with_output(self, trace: TraceGraph) -> TraceGraph:
+        self._info = NodeInfo(call=self._info.call)
+        self._graph.output(map_tree(self._argument, trace.output.args[0]))
+        return replace(trace, graph=self._graph, constants=self._constants)
+
+    def _note(self, node: fx.Node, copied: fx.Node) -> None:
+        copied.meta["trace"] = info_of(node)
+        self._copies[node] = copied
+        self._tensors[info_of(node).place] = copied
+
+    def _size_node(self, inputs: Sequence[fx.Node], size: Size) -> fx.Node:
+        tensor, dimension = size.places[0]
+        node = self._graph.call_method("size", (self._copies[inputs[tensor]], dimension))
+        node.meta["trace"] = NodeInfo(kind=int, size=size)
+        return node
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return self._attribute(str(leaf.target)) if leaf.op == "get_attr" else self._copies[leaf]
+        if isinstance(leaf, Device):
+            return self._function(device_of_input, (), torch.device)
+        if isinstance(leaf, DtypeOf):
+            source = leaf.source
+            tensor = self._attribute(source) if isinstance(source, str) else self._tensors[source]
+            return self._function(getattr, (tensor, "dtype"), torch.dtype)
+        if isinstance(leaf, SizeExpression):
+            return self._size(leaf)
+        if isinstance(leaf, ByMode):
+            return self._by_mode(leaf)
+        if type(leaf) in _WRITTEN:
+            return leaf
+        name = f"{self._prefix}{len(self._constants)}"
+        self._constants[name] = leaf.tensor if isinstance(leaf, ConstantTensor) else leaf
+        return self._attribute(name)
+
+    def _attribute(self, path: str) -> fx.Node:
+        if path not in self._attributes:
+            self._attributes[path] = self._graph.get_attr(path)
+        return self._attributes[path]
+
+    def _size(self, expression: SizeExpression) -> Any:
+        total: Any = None
+        for factors, coefficient in expression.terms:
+            term: Any = coefficient
+            for size in factors:
+                node = self._sizes[size]
+                term = (
+                    node
+                    if term == 1 and term is not True
+                    else self._function(operator.mul, (term, node), int)
+                )
+            total = term if total is None else self._function(operator.add, (total, term), int)
+        return 0 if total is None else total
+
+    def _by_mode(self, leaf: ByMode) -> Any:
+        """Read `training` of the module in whose forward the call is, when the layer runs."""
+        owner = self._info.modules[-1]
+        training = self._attribute(f"{owner}.training" if owner else "training")
+        if leaf.training is True and leaf.evaluation is False:
+            return training
+        choices = (self._argument(choice) for choice in (leaf.training, leaf.evaluation))
+        return self._function(choose, (training, *choices), type(None))
+
+    def _function(self, target: Callable[..., Any], args: tuple[Any, ...], kind: type) -> fx.Node:
+        node = self._graph.call_function(target, args)
+        node.meta["trace"] = NodeInfo(call=self._info.call, modules=self._info.modules, kind=kind)
+        return node

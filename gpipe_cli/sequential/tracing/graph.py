@@ -1,261 +1,265 @@
-"""A program as a torch.fx graph, the form in which it is cut into layers and compiled."""
+"""What a run of a model did, as a torch.fx graph: the modules it called, and the torch functions between them.
+
+The same form serves one recorded run, several that were generalized, and the graph that is cut into layers. In the
+first two, arguments may hold objects that stand for what a layer finds out when it runs, such as its device.
+"""
 
 from __future__ import annotations
 
-import operator
+import dataclasses
+import linecache
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, field
+from inspect import unwrap
+from pathlib import Path
+from traceback import walk_tb
+from types import NoneType
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, fx
 
 from gpipe_cli.pytree import Template
-from gpipe_cli.sequential.tracing.generalize import ByMode, DtypeOf, Program, SizeExpression
-from gpipe_cli.sequential.tracing.recording import (
-    Attribute,
-    Call,
-    ConstantTensor,
-    Device,
-    FieldName,
-    Ref,
-    WriteSpan,
-    leaves_of,
-    map_tree,
-)
-from gpipe_cli.sequential.tracing.sample import Sample, Size
+from gpipe_cli.sequential.tracing.sample import Size
+from gpipe_cli.torch_internals import modules
 
-_OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.Tensor.__getitem__: operator.getitem,
-    torch.Tensor.__setitem__: operator.setitem,
-}
+_WITHOUT_TENSORS = frozenset({bool, float, int, str, type(None), torch.Size, torch.device, torch.dtype})
+"""Most arguments are of these types, so they are looked at first."""
 
-_METHODS: dict[Callable[..., Any], str] = {
-    member: name
-    for kind in reversed(torch.Tensor.__mro__)
-    for name, member in vars(kind).items()
-    if callable(member)
-}
-"""Not by `__name__`: that of some functions of torch.Tensor is the name of what they wrap."""
 
-_WRITTEN = {
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    *map(type, (None, ..., torch.float, torch.strided, torch.preserve_format)),
-}
-"""Types of arguments that generated code can write down. Any other object is an attribute of its layer."""
+@final
+class FieldName(str):
+    """The name of a field of a dataclass, as opposed to a key of a dict."""
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Replace every leaf; a torch.Size becomes a tuple, and a dict of any kind a plain one."""
+    if isinstance(tree, tuple):
+        members = [map_tree(function, member) for member in tree]
+        return type(tree)(*members) if hasattr(tree, "_fields") else tuple(members)
+    if isinstance(tree, list):
+        return [map_tree(function, member) for member in tree]
+    if isinstance(tree, dict):
+        return {key: map_tree(function, member) for key, member in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(map_tree(function, bound) for bound in (tree.start, tree.stop, tree.step)))
+    return function(tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    map_tree(leaves.append, tree)
+    return leaves
+
+
+def structure_of(tree: Any) -> Any:
+    """The containers with None in place of every leaf, to compare."""
+    return map_tree(lambda _: None, tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [tensor for _, tensor in located_tensors(tree)]
+
+
+def located_tensors(tree: Any) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """Each tensor and where it is: keys of containers, and names of a dataclass's fields."""
+    located: list[tuple[tuple[Any, ...], Tensor]] = []
+    _collect(tree, (), located)
+    return located
+
+
+def _collect(tree: Any, access: tuple[Any, ...], located: list[tuple[tuple[Any, ...], Tensor]]) -> None:
+    if type(tree) in _WITHOUT_TENSORS:
+        return
+    if isinstance(tree, Tensor):
+        located.append((access, tree))
+    elif isinstance(tree, tuple | list):
+        for index, member in enumerate(tree):
+            _collect(member, (*access, index), located)
+    elif isinstance(tree, dict):
+        for key, member in tree.items():
+            _collect(member, (*access, key), located)
+    elif isinstance(tree, slice):
+        _collect((tree.start, tree.stop, tree.step), access, located)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            _collect(getattr(tree, field.name), (*access, FieldName(field.name)), located)
+
+
+_NOT_OF_THE_MODEL = tuple(str(Path(file).parent) for file in (torch.__file__, __file__, modules.__file__))
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class ValueInfo:
-    """What is known about the value of a node."""
+class SourceLine:
+    """A line of the model's own code."""
 
-    kind: type
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} `{linecache.getline(self.file, self.number).strip()}`"
+
+    @staticmethod
+    def running() -> SourceLine:
+        """The innermost line that runs now and is neither torch's nor the tracer's."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_OF_THE_MODEL):
+            frame = frame.f_back
+        return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+
+    @staticmethod
+    def raising(error: BaseException) -> SourceLine | None:
+        """The innermost such line that an error comes from."""
+        frames = walk_tb(error.__traceback__)
+        lines = [SourceLine(frame.f_code.co_filename, number) for frame, number in frames]
+        return next((line for line in reversed(lines) if not line.file.startswith(_NOT_OF_THE_MODEL)), None)
+
+    @staticmethod
+    def defining(method: Callable[..., Any]) -> SourceLine | None:
+        code = getattr(unwrap(method), "__code__", None)
+        return None if code is None else SourceLine(code.co_filename, code.co_firstlineno)
+
+
+@final
+class NotRecordable(Exception):
+    """The module at `path` does something that its recorded calls would not repeat."""
+
+    def __init__(self, path: str, line: SourceLine | None, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
+        self.line = line
+        self.reason = reason
+
+
+Place: TypeAlias = int | str
+"""Tells tensors of a run apart: the inputs and what calls return by number, parameters and buffers by path."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device. Layers may move to any device, so they use that of their own input."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReadDtype:
+    """A dtype, and the tensor whose dtype the forward has read last with this result."""
+
+    dtype: torch.dtype
+    source: Place | None
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ConstantTensor:
+    """A tensor that no recorded call has made, such as a plain attribute."""
+
+    tensor: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ConstantTensor) or self.tensor.is_meta or other.tensor.is_meta:
+            return isinstance(other, ConstantTensor) and self.tensor is other.tensor
+        if self.tensor is other.tensor:  # which may hold NaN
+            return True
+        return self.tensor.dtype == other.tensor.dtype and torch.equal(self.tensor, other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+INPUTS = -1
+"""The number that stands for a call that made the inputs."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """What is known of a node: the call that it belongs to, and the value that it has."""
+
+    call: int = INPUTS
+    modules: tuple[str, ...] = ("",)
+    """Paths of the modules whose forward is running, the outermost first."""
+    line: SourceLine | None = None
+    grad: bool = True
+    """Whether gradients are enabled."""
+    writes: bool = False
+    """Whether it writes memory in place."""
+    is_impure: bool = False
+    """Whether it does more than return something: it writes, draws random numbers or calls a module."""
+    decides: bool = False
+    """Whether it turns values of tensors into Python objects, as `Tensor.__bool__` does."""
+    result: Any = None
+    """What a call that decides returned."""
+    expected: Any = None
+    """The same with expressions, where several runs were generalized."""
+    kind: type = NoneType
+    place: Place | None = None
+    """Of a tensor; the rest is about tensors too, but for `size`."""
+    shape: tuple[int, ...] = ()
     bytes: int = 0
     requires_grad: bool = False
-    dimensions: Mapping[Size, int] | None = None
-    """For a tensor, the dimensions that are equal to a size of the input."""
+    depends_on: frozenset[str] = frozenset()
+    """The inputs it was computed from, by name; also "parameters" and "random"."""
+    dimensions: Mapping[Size, int] = field(default_factory=dict)
+    """The dimensions that are equal to a size of the inputs, whatever that is."""
     size: Size | None = None
-    """For a number, the size of the input that it is."""
+    """For a number, the size of the inputs that it is."""
 
     @property
     def is_tensor(self) -> bool:
         return issubclass(self.kind, Tensor)
 
 
+def info_of(node: fx.Node) -> NodeInfo:
+    info = node.meta["trace"]
+    assert isinstance(info, NodeInfo)
+    return info
+
+
 @final
-@dataclass(frozen=True)
-class GraphInfo:
+@dataclass(frozen=True, slots=True)
+class WriteSpan:
+    """The first and last of the calls that use the same memory, which one of them writes in place.
+
+    A cut between the two would separate the memory from its writer, since layers exchange detached tensors. The number
+    -1 stands for the inputs.
+    """
+
+    first: int
+    last: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TraceGraph:
     graph: fx.Graph
-    values: dict[fx.Node, ValueInfo]
-    calls: dict[fx.Node, int]
-    """The number of the call that each step belongs to."""
-    owners: dict[fx.Node, str]
-    """The module in whose forward each step is."""
-    spans: list[WriteSpan]
     template: Template
-    """Builds the model's output from the tensors that the graph returns."""
-    constants: dict[str, Any]
+    """Builds what the model returned from the tensors that the graph returns."""
+    spans: list[WriteSpan]
+    sizes: tuple[Size, ...] = ()
+    """Those that vary."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
     """What the graph reads as attributes although the model has none of that name: tensors and other objects."""
 
+    @property
+    def steps(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
-def build_graph(program: Program, sample: Sample, prefix: str) -> GraphInfo:
-    """Return the graph of a program; `prefix` begins the names of its constants."""
-    builder = _Builder(program, sample, prefix)
-    for number in _needed_calls(program, sample):
-        builder.add_call(number)
-    builder.add_output()
-    recording = program.recording
-    owners = {node: recording.calls[max(0, number)].modules[-1] for node, number in builder.calls.items()}
-    return GraphInfo(
-        builder.graph,
-        builder.values,
-        builder.calls,
-        owners,
-        recording.spans,
-        recording.template,
-        builder.constants,
-    )
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
 
-
-def _needed_calls(program: Program, sample: Sample) -> list[int]:
-    """The calls that the output depends on, and those that do more than return something."""
-    needed = {leaf.number for leaf in program.output if isinstance(leaf, Ref)}
-    numbers = []
-    for number, call in reversed([*enumerate(program.recording.calls)]):
-        returned = range(call.first, call.first + len(call.values))
-        is_needed = call.is_impure or (call.reads_values and is_guarded(program, call, sample))
-        if is_needed or not needed.isdisjoint(returned):
-            numbers.append(number)
-            for leaf in leaves_of(program.arguments[number]):
-                if isinstance(leaf, Ref):
-                    needed.add(leaf.number)
-                elif isinstance(leaf, DtypeOf) and isinstance(leaf.source, Ref):
-                    needed.add(leaf.source.number)
-    return numbers[::-1]
-
-
-def is_guarded(program: Program, call: Call, sample: Sample) -> bool:
-    """Whether a decision on values must be checked at run time.
-
-    Not if the values come from sizes alone. Nor if masks alone decide whether to do something: the trace has seen
-    padding, and a model that skips its mask where there is none computes the same with it.
-    """
-    values = program.recording.values
-    sources = {
-        name
-        for leaf in leaves_of(call.arguments)
-        if isinstance(leaf, Ref)
-        for name in values[leaf.number].depends_on
-    }
-    sources |= {"parameters" for leaf in leaves_of(call.arguments) if isinstance(leaf, Attribute)}
-    return not sources <= (sample.masks if isinstance(call.result, bool) else set())
-
-
-@final
-class _Builder:
-    def __init__(self, program: Program, sample: Sample, prefix: str) -> None:
-        self.graph = fx.Graph()
-        self.values: dict[fx.Node, ValueInfo] = {}
-        self.calls: dict[fx.Node, int] = {}
-        self.constants: dict[str, Any] = {}
-        self._program = program
-        self._prefix = prefix
-        self._nodes: dict[int, fx.Node] = {}
-        self._attributes: dict[str, fx.Node] = {}
-        self._sizes: dict[Size, fx.Node] = {}
-        self._number = -1
-        for number, name in enumerate(sample.names):
-            self._add_value(number, self.graph.placeholder(_identifier(name)))
-        for size in program.sizes:
-            tensor, dimension = size.places[0]
-            node = self.graph.call_method("size", (self._nodes[tensor], dimension))
-            self.values[node] = ValueInfo(int, size=size)
-            self.calls[node] = self._number
-            self._sizes[size] = node
-
-    def add_call(self, number: int) -> None:
-        self._number = number
-        call = self._program.recording.calls[number]
-        args, kwargs = map_tree(lambda leaf: self._argument(leaf, call), self._program.arguments[number])
-        if isinstance(call.target, str):
-            node = self.graph.call_module(call.target, args, kwargs)
-        else:
-            node = self._call_function(call.target, args, kwargs)
-        self.calls[node] = number
-        self.values[node] = ValueInfo(type(call.result))
-        if call.reads_values:
-            message = f"{call.line} went on with {call.result!r} when the model was traced"
-            expected = map_tree(lambda leaf: self._argument(leaf, call), self._program.results[number])
-            self._function(check_decision, (node, expected, message, call.modules[-1]), type(None))
-        for offset, value in enumerate(call.values):
-            member = node
-            for key in value.access:
-                read = getattr if isinstance(key, FieldName) else operator.getitem
-                member = self._function(
-                    read, (member, str(key) if isinstance(key, FieldName) else key), type(None)
-                )
-            if not call.grad:
-                member = self._function(torch.detach, (member,), Tensor)
-            self._add_value(call.first + offset, member)
-
-    def _call_function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
-        if target in _OPERATORS:
-            return self.graph.call_function(_OPERATORS[target], args, kwargs)
-        if target in _METHODS:
-            return self.graph.call_method(_METHODS[target], args, kwargs)
-        return self.graph.call_function(target, args, kwargs)
-
-    def add_output(self) -> None:
-        self.graph.output(tuple(self._argument(leaf, None) for leaf in self._program.output))
-
-    def _add_value(self, number: int, node: fx.Node) -> None:
-        value = self._program.recording.values[number]
-        dimensions = self._program.dimensions[number]
-        self._nodes[number] = node
-        self.values[node] = ValueInfo(Tensor, value.bytes, value.requires_grad, dimensions)
-
-    def _argument(self, leaf: Any, call: Call | None) -> Any:
-        if isinstance(leaf, Ref):
-            return self._nodes[leaf.number]
-        if isinstance(leaf, Attribute):
-            return self._attribute(leaf.path)
-        if isinstance(leaf, Device):
-            return self._function(current_device, (), torch.device)
-        if isinstance(leaf, DtypeOf):
-            return self._function(getattr, (self._argument(leaf.source, call), "dtype"), torch.dtype)
-        if isinstance(leaf, SizeExpression):
-            return self._size(leaf)
-        if isinstance(leaf, ByMode):
-            return self._by_mode(leaf, call)
-        if type(leaf) in _WRITTEN:
-            return leaf
-        name = f"{self._prefix}{len(self.constants)}"
-        self.constants[name] = leaf.tensor if isinstance(leaf, ConstantTensor) else leaf
-        return self._attribute(name)
-
-    def _attribute(self, path: str) -> fx.Node:
-        if path not in self._attributes:
-            self._attributes[path] = self.graph.get_attr(path)
-        return self._attributes[path]
-
-    def _size(self, expression: SizeExpression) -> Any:
-        total: Any = None
-        for factors, coefficient in expression.terms:
-            term: Any = coefficient
-            for size in factors:
-                node = self._sizes[size]
-                term = (
-                    node
-                    if term == 1 and term is not True
-                    else self._function(operator.mul, (term, node), int)
-                )
-            total = term if total is None else self._function(operator.add, (total, term), int)
-        return 0 if total is None else total
-
-    def _by_mode(self, leaf: ByMode, call: Call | None) -> Any:
-        """Read `training` of the module in whose forward the call is, when the layer runs."""
-        owner = "" if call is None else call.modules[-1]
-        training = self._attribute(f"{owner}.training" if owner else "training")
-        if leaf.training is True and leaf.evaluation is False:
-            return training
-        choices = (self._argument(choice, call) for choice in (leaf.training, leaf.evaluation))
-        return self._function(choose, (training, *choices), type(None))
-
-    def _function(self, target: Callable[..., Any], args: tuple[Any, ...], kind: type) -> fx.Node:
-        node = self.graph.call_function(target, args)
-        self.values[node] = ValueInfo(kind)
-        self.calls[node] = self._number
+    @property
+    def output(self) -> fx.Node:
+        node: fx.Node = next(iter(self.graph.find_nodes(op="output")))
         return node
 
-
-def _identifier(name: str) -> str:
-    return "".join(character if character.isalnum() else "_" for character in name).strip("_") or "input"
+    @property
+    def tensors(self) -> list[fx.Node]:
+        """The inputs, and what calls return."""
+        return [node for node in (*self.inputs, *self.steps) if info_of(node).is_tensor]
 
 
 # Functions that generated code calls.
@@ -266,7 +270,7 @@ class DecisionChanged(RuntimeError):
     """The model would decide otherwise on the values of this batch than it did when it was traced."""
 
 
-def current_device() -> torch.device:
+def device_of_input() -> torch.device:
     raise AssertionError("layers replace this by the device of their input")
 
 
@@ -276,10 +280,10 @@ def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
 
 def check_decision(result: Any, traced: Any, message: str, path: str) -> None:
     if result != traced:
-        cure = (
+        hint = (
             f"keep '{path}' whole with model.leaves=[{path}]" if path else "move that code into a submodule"
         )
         raise DecisionChanged(
-            f"{message}, and now it is {result!r}; {cure}, or trace the model with a sample for which it decides "
+            f"{message}, and now it is {result!r}; {hint}, or trace the model with a sample for which it decides "
             "as for your data"
         )

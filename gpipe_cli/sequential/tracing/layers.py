@@ -83,7 +83,7 @@ def build_layers(
 ) -> list[TracedLayer]:
     """Build a layer for each group of segments: one segment for both modes, or one per mode."""
     constants = {
-        name: value for segment in segments[0] for name, value in segment.flow.info.constants.items()
+        name: value for segment in segments[0] for name, value in segment.flow.trace.constants.items()
     }
     placer = _Placer(model, constants)
     layers = [_fill_layer(placer, group, model.training) for group in segments]
@@ -91,7 +91,7 @@ def build_layers(
     namespace = Namespace()
     for layer, group in zip(layers, segments, strict=True):
         graphs = [
-            segment_graph(segment, input_paths, segment.flow.info.template == SINGLE) for segment in group
+            segment_graph(segment, input_paths, segment.flow.trace.template == SINGLE) for segment in group
         ]
         layer.set_graphs(training=graphs[0], evaluation=graphs[-1])
         layer.set_skips(namespace, list(group[0].popped), list(group[0].stashed))
@@ -102,7 +102,9 @@ def build_layers(
 def _fill_layer(placer: _Placer, segments: Sequence[Segment], training: bool) -> TracedLayer:
     layer = TracedLayer()
     layer.training = training
-    called = {str(step.target) for segment in segments for step in segment.steps if step.op == "call_module"}
+    steps = [step for segment in segments for step in segment.steps]
+    # A dict, not a set, whose order and with it that of the layer's parameters would differ from run to run.
+    called = dict.fromkeys(str(step.target) for step in steps if step.op == "call_module")
     # Outer modules first: a leaf brings along the modules that are called inside it.
     for path in sorted(called, key=lambda path: path.count(".")):
         placer.place_module(layer, path)
@@ -138,7 +140,7 @@ def _nearest(layer_of: dict[str, TracedLayer], name: str) -> TracedLayer | None:
 
 
 @final
-class Container(nn.Module):
+class PartialModule(nn.Module):
     """An empty module that replaces one whose parts are in several layers; it keeps its name and `training`."""
 
 
@@ -186,7 +188,7 @@ class _Placer:
         for name in path.split(".") if path else ():
             original = original.get_submodule(name)
             if not hasattr(module, name):
-                container = Container()
+                container = PartialModule()
                 container.training = original.training
                 adopt_version(container, original)
                 module.add_module(name, container)

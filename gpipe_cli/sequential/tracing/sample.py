@@ -36,7 +36,7 @@ class Size:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class SampleArguments:
     """The arguments of a model, and the tensors among them by name."""
 
     args: tuple[Any, ...]
@@ -45,7 +45,7 @@ class Inputs:
 
 
 @final
-class Sample:
+class TraceSample:
     """An input of a model: a tensor, a tuple of positional arguments, or a dict of keyword arguments."""
 
     def __init__(self, value: Any) -> None:
@@ -76,7 +76,7 @@ class Sample:
         """Whether it is a number of tokens: a dimension of whole numbers."""
         return any(not self.tensors[number].is_floating_point() for number, _ in size.places)
 
-    def resized(self, sizes: Mapping[Size, int], other_dtype: bool = False) -> Inputs:
+    def resized(self, sizes: Mapping[Size, int], other_dtype: bool = False) -> SampleArguments:
         """The sample at these sizes, with padding; a size that is not named stays as it is."""
         tensors = list(self.tensors)
         for size, wanted in sizes.items():
@@ -85,7 +85,7 @@ class Sample:
         tensors = [_padded(name, tensor) for name, tensor in zip(self.names, tensors, strict=True)]
         return self._inputs([in_other_dtype(tensor) for tensor in tensors] if other_dtype else tensors)
 
-    def other_masks(self) -> Iterator[Inputs]:
+    def other_masks(self) -> Iterator[SampleArguments]:
         """The sample without padding, with padding on the left, and with half of every row padded."""
         if not self.masks:
             return
@@ -96,7 +96,7 @@ class Sample:
             ]
             yield self._inputs(tensors)
 
-    def value_of(self, inputs: Inputs) -> Any:
+    def value_of(self, inputs: SampleArguments) -> Any:
         """The input of a sequence, of the sample's kind."""
         return unflatten(self._template, list(inputs.tensors.values()))
 
@@ -104,13 +104,13 @@ class Sample:
     def masks(self) -> set[str]:
         return {name for name, tensor in zip(self.names, self.tensors, strict=True) if _is_mask(name, tensor)}
 
-    def _inputs(self, tensors: list[Tensor]) -> Inputs:
+    def _inputs(self, tensors: list[Tensor]) -> SampleArguments:
         tensors = [tensor.clone() for tensor in tensors]  # a forward may write to its inputs
         value = unflatten(self._template, tensors)
         args, kwargs = (
             ((), value) if isinstance(value, dict) else (value if isinstance(value, tuple) else (value,), {})
         )
-        return Inputs(args, kwargs, dict(zip(self.names, tensors, strict=True)))
+        return SampleArguments(args, kwargs, dict(zip(self.names, tensors, strict=True)))
 
 
 def shapes_of(tensors: Iterable[Tensor]) -> str:
@@ -234,8 +234,8 @@ def _size_error(where: str, size: int, allowed: Range, other: int | None, is_bat
             sizes = f"of at least {allowed.least}"
         elif allowed.least == allowed.most:
             sizes = f"of {allowed.least}"
-        cure = "use larger micro-batches" if is_batch else f"trace it with a sample of size {size}"
-        return f"{where} is {size}, but the model was traced for sizes {sizes}; {cure}"
+        hint = "use larger micro-batches" if is_batch else f"trace it with a sample of size {size}"
+        return f"{where} is {size}, but the model was traced for sizes {sizes}; {hint}"
     return (
         f"{where} is {size} where another one is {other}, but both were equal when the model was traced; trace it with "
         "a sample in which they differ"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from gpipe_cli.sequential.tracing.cuts import Dataflow
-from gpipe_cli.sequential.tracing.graph import current_device
+from gpipe_cli.sequential.tracing.graph import device_of_input
 
 
 @final
@@ -128,7 +128,7 @@ def segment_graph(segment: Segment, input_paths: Sequence[tuple[Any, ...]], retu
         return copies[node]
 
     for step in segment.steps:
-        if step.target is current_device:
+        if step.target is device_of_input:
             if not device:
                 tensor = next(node for node in segment.arriving if segment.flow.values[node].is_tensor)
                 device.append(graph.call_function(getattr, (copies[tensor], "device")))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.sequential.deferred import meta_like
-from gpipe_cli.sequential.tracing.recording import map_tree, tensors_in
+from gpipe_cli.sequential.tracing.graph import map_tree, tensors_in
 from gpipe_cli.sequential.tracing.sample import in_other_dtype
 from gpipe_cli.torch_internals.modules import without_function_modes
 from gpipe_cli.torch_internals.tensors import storage_of, version_of

@@ -20,10 +20,17 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.tracing.call_recorder import record
-from gpipe_cli.sequential.tracing.generalize import Program, Setting, check, check_modules, generalize
+from gpipe_cli.sequential.tracing.generalize import Setting, check, check_modules, generalize, used_sizes
+from gpipe_cli.sequential.tracing.graph import NotRecordable, SourceLine, TraceGraph
 from gpipe_cli.sequential.tracing.leaves import Leaves, remedy
-from gpipe_cli.sequential.tracing.recording import NotRecordable, Recording, SourceLine
-from gpipe_cli.sequential.tracing.sample import InputCheck, Inputs, Range, Sample, Size, shapes_of
+from gpipe_cli.sequential.tracing.sample import (
+    InputCheck,
+    Range,
+    SampleArguments,
+    Size,
+    TraceSample,
+    shapes_of,
+)
 from gpipe_cli.sequential.tracing.substitutes import MetaResults, Substitutes
 
 _BATCHES = (2, 3)
@@ -37,18 +44,18 @@ _LONG = 256
 class Trace:
     """What a model does, and for which inputs."""
 
-    def __init__(self, model: nn.Module, sample: Sample, leaves: Leaves) -> None:
+    def __init__(self, model: nn.Module, sample: TraceSample, leaves: Leaves) -> None:
         self._model = model
         self._sample = sample
         self._leaves = leaves
         self._substitutes = {other: Substitutes(model, other_dtype=other) for other in (False, True)}
         self._results = MetaResults()
-        self._recordings: dict[tuple[Any, ...], Recording] = {}
+        self._recordings: dict[tuple[Any, ...], TraceGraph] = {}
         self.ranges: dict[Size, Range] = {}
         self._lowest: dict[Size, int] = {}
         self._disagreement: NotRecordable | None = None
         """The last thing that the model did differently at another size."""
-        self.programs: dict[bool, Program] = {}
+        self.programs: dict[bool, TraceGraph] = {}
         """By mode; the same object for both if they differ in a few arguments only."""
         # Random numbers differ between the recordings, but those of the caller go on as if there had been none.
         with modes_restored(model), caches_disabled(model), torch.random.fork_rng(devices=[]):
@@ -66,7 +73,7 @@ class Trace:
 
     @property
     def input_check(self) -> InputCheck:
-        used = {size for program in self.programs.values() for size in program.used_sizes()}
+        used = {size for program in self.programs.values() for size in used_sizes(program)}
         places = [
             (allowed, size.places)
             for size, allowed in self.ranges.items()
@@ -105,7 +112,7 @@ class Trace:
         for size in others:
             other = size.given - 1 if size.given > _SHORT else size.given + 1
             program = self._program_for(batch, size, other)
-            if program is not None and program.used_sizes():
+            if program is not None and used_sizes(program):
                 pairs[size] = (size.given, other)
             elif program is not None:
                 self.ranges[size] = Range(1, None)
@@ -117,7 +124,7 @@ class Trace:
         if not any(self._agrees({**given, batch: rows}) for rows in (1, _BATCHES[1] + 2)):
             raise self._disagreement or NotRecordable("", None, "it accepts no other batch size")
 
-    def _program_for(self, batch: Size, size: Size, other: int) -> Program | None:
+    def _program_for(self, batch: Size, size: Size, other: int) -> TraceGraph | None:
         """A program in which a size varies; None if the model does something else when it changes."""
         further = 2 * other - size.given
         first, second, third = (
@@ -135,7 +142,7 @@ class Trace:
         except Exception:  # noqa: BLE001 - the model's own code refuses the size, in whatever way it likes
             return None
 
-    def _merge_modes(self, pairs: Mapping[Size, tuple[int, int]]) -> dict[bool, Program]:
+    def _merge_modes(self, pairs: Mapping[Size, tuple[int, int]]) -> dict[bool, TraceGraph]:
         corners = [dict(zip(pairs, numbers, strict=True)) for numbers in product(*pairs.values())]
         runs = {training: self._runs(training, corners) for training in (True, False)}
         for with_dtypes in (True, False):
@@ -154,11 +161,13 @@ class Trace:
                 return {mode: program for group, program in programs.items() for mode in group}
         raise failure
 
-    def _runs(self, training: bool, corners: Sequence[Mapping[Size, int]]) -> list[tuple[Setting, Recording]]:
+    def _runs(
+        self, training: bool, corners: Sequence[Mapping[Size, int]]
+    ) -> list[tuple[Setting, TraceGraph]]:
         settings = [Setting(training, sizes) for sizes in corners]
         return [(setting, self._record(setting)) for setting in settings]
 
-    def _other_dtype(self, sizes: Mapping[Size, int]) -> list[tuple[Setting, Recording]]:
+    def _other_dtype(self, sizes: Mapping[Size, int]) -> list[tuple[Setting, TraceGraph]]:
         """A recording in another dtype, which tells dtypes of tensors from constants; none if the model refuses."""
         setting = Setting(True, sizes, other_dtype=True)
         try:
@@ -229,7 +238,7 @@ class Trace:
             if isinstance(value, int | float | str | list | dict | set)
         }
 
-    def _record(self, setting: Setting) -> Recording:
+    def _record(self, setting: Setting) -> TraceGraph:
         sizes = {size: number for size, number in setting.sizes.items() if number != size.given}
         key = (setting.training, setting.other_dtype, *sizes.items())
         if key not in self._recordings:
@@ -237,7 +246,7 @@ class Trace:
                 self._recordings[key] = self._run(setting)
         return self._recordings[key]
 
-    def _run(self, setting: Setting) -> Recording:
+    def _run(self, setting: Setting) -> TraceGraph:
         inputs = self._sample.resized(setting.sizes, setting.other_dtype)
         substitutes = self._substitutes[setting.other_dtype]
         model = self._model.train(setting.training)
@@ -248,18 +257,18 @@ class Trace:
         except Exception as error:
             raise ConfigError(self._input_error(error, inputs, setting.training)) from error
 
-    def _input_error(self, error: Exception, inputs: Inputs, training: bool) -> str:
+    def _input_error(self, error: Exception, inputs: SampleArguments, training: bool) -> str:
         path = next(iter(getattr(error, "__notes__", ())), "")
         where = f"'{path}'" if path else type(self._model).__name__
         reason = str(error).partition("\n")[0] or type(error).__name__
         mode = "training" if training else "evaluation"
         shapes = shapes_of(inputs.tensors.values())
-        cure = "choose data that fits the model, which must accept any number of samples in training and evaluation"
+        hint = "choose data that fits the model, which must accept any number of samples in training and evaluation"
         lacks_padding = getattr(getattr(self._model, "config", None), "pad_token_id", 0) is None
         if lacks_padding and "padding token" in reason:
-            cure = "set pad_token_id in the model's configuration (config.json), to the token that your data pads with"
+            hint = "set pad_token_id in the model's configuration (config.json), to the token that your data pads with"
         line = SourceLine.raising(error) or SourceLine.defining(type(self._model).forward)
-        return f"{where} does not accept an input of shape {shapes} in {mode}: {line}: {reason}; {cure}"
+        return f"{where} does not accept an input of shape {shapes} in {mode}: {line}: {reason}; {hint}"
 
     def _refusal(self, error: NotRecordable) -> str:
         module = self._model.get_submodule(error.path)

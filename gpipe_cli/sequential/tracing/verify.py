@@ -1,4 +1,4 @@
-"""Compare a traced sequence with its model, to the bit, at sizes that differ from the sample's.
+"""Compare a traced sequence with its model, bit by bit, at sizes that differ from the sample's.
 
 Models and samples without values are not compared: there is nothing to compare but the recordings.
 """
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten, unflatten
 from gpipe_cli.sequential.sequence import LayerSequence
-from gpipe_cli.sequential.tracing.graph import DecisionChanged
+from gpipe_cli.sequential.tracing.graph import DecisionChanged, SourceLine
 from gpipe_cli.sequential.tracing.leaves import remedy
-from gpipe_cli.sequential.tracing.recording import SourceLine
-from gpipe_cli.sequential.tracing.sample import Inputs, Sample, Size, shapes_of
+from gpipe_cli.sequential.tracing.sample import SampleArguments, Size, TraceSample, shapes_of
 from gpipe_cli.sequential.tracing.substitutes import buffers_restored
 from gpipe_cli.sequential.tracing.trace import attributes_restored, caches_disabled, modes_restored
 
@@ -42,7 +41,7 @@ def check_modes(sequence: LayerSequence, model: nn.Module) -> None:
                     )
 
 
-def verify(sequence: LayerSequence, model: nn.Module, sample: Sample, sizes: dict[Size, int]) -> None:
+def verify(sequence: LayerSequence, model: nn.Module, sample: TraceSample, sizes: dict[Size, int]) -> None:
     """Refuse a sequence whose outputs differ from the model's; `sizes` are other than those of the sample."""
     if not _have_values(model, sample):
         return
@@ -55,7 +54,9 @@ def verify(sequence: LayerSequence, model: nn.Module, sample: Sample, sizes: dic
                 _compare(sequence.train(training), model.train(training), inputs, sample)
 
 
-def is_right_at(sequence: LayerSequence, model: nn.Module, sample: Sample, sizes: dict[Size, int]) -> bool:
+def is_right_at(
+    sequence: LayerSequence, model: nn.Module, sample: TraceSample, sizes: dict[Size, int]
+) -> bool:
     """Whether the outputs are the model's at these sizes, in each mode in which the model accepts them."""
     if not _have_values(model, sample):
         return True
@@ -75,11 +76,11 @@ def is_right_at(sequence: LayerSequence, model: nn.Module, sample: Sample, sizes
     return True
 
 
-def _have_values(model: nn.Module, sample: Sample) -> bool:
+def _have_values(model: nn.Module, sample: TraceSample) -> bool:
     return not any(tensor.is_meta for tensor in chain(sample.tensors, model.parameters(), model.buffers()))
 
 
-def _compare(sequence: LayerSequence, model: nn.Module, inputs: Inputs, sample: Sample) -> None:
+def _compare(sequence: LayerSequence, model: nn.Module, inputs: SampleArguments, sample: TraceSample) -> None:
     mode = "training" if model.training else "evaluation"
     shapes = shapes_of(inputs.tensors.values())
     try:
