@@ -1,4 +1,4 @@
-"""What a partition needs on its device, in bytes, and whether a balance stays within a limit. Without torch.
+"""What a partition needs on its device, in bytes, and whether a balance stays within a limit.
 
 Parameters, their gradients and the optimizer's state are resident; each micro-batch alive under the schedule adds what
 its backward needs, or only its input if it is recomputed. What a layer needs only while it runs does not count.
@@ -9,37 +9,14 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
 
 from gpipe_cli.balance.solver import Objective, minimize, sums
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.profiling.records import LayerMemory, SkipStats
 from gpipe_cli.schedule.spec import PipelineSpec
 from gpipe_cli.values import format_bytes
-
-
-@final
-@dataclass(frozen=True)
-class LayerBytes:
-    """Of one layer and one micro-batch. The keys of mappings identify what layers may share."""
-
-    resident: Mapping[int, int]
-    """Parameters with their gradients and the optimizer's state, buffers."""
-    input: int
-    """What enters the layer from the previous one."""
-    saved: Mapping[int, int]
-    """Saved for backward."""
-
-
-@final
-@dataclass(frozen=True)
-class SkipBytes:
-    """A skip from layer `begin` to layer `end`."""
-
-    begin: int
-    end: int
-    bytes: int
 
 
 @final
@@ -82,10 +59,10 @@ class MemoryObjective:
 
     def __init__(
         self,
-        layers: Sequence[LayerBytes],
+        layers: Sequence[LayerMemory],
         spec: PipelineSpec,
         limit: int | None = None,
-        skips: Sequence[SkipBytes] = (),
+        skips: Sequence[SkipStats] = (),
         frozen_layers: int = 0,
         limits: Sequence[int] = (),
     ) -> None:
@@ -159,16 +136,16 @@ class MemoryObjective:
         assert best is not None and self.limit is not None, "only a limit refuses"
         enough = format_bytes(best.largest * self._spec.partitions_per_device)
         given = f"device_memory={format_bytes(self.limit)}"
-        paste = f"balance=manual balance.layers={str(best.balance).replace(' ', '')}"
+        command = f"balance=manual balance.layers={str(best.balance).replace(' ', '')}"
         if balance is None:
             return ConfigError(
                 f"{given}: no balance of {len(best.balance)} partitions fits; the smallest limit that works is "
-                f"{enough}, with {paste}"
+                f"{enough}, with {command}"
             )
         needed = format_bytes(max(sums(self, balance)) * self._spec.partitions_per_device)
         return ConfigError(
             f"{given}: balance {list(balance)} needs {needed}; the smallest limit that works is {enough}, "
-            f"with {paste}"
+            f"with {command}"
         )
 
 

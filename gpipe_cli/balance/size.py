@@ -11,12 +11,12 @@ from typing import overload
 from torch import nn
 
 from gpipe_cli.accelerator.devices import Device, device_here
-from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective, SkipBytes
+from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
 from gpipe_cli.balance.solver import require_layers
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
-from gpipe_cli.profiling.records import Sample
+from gpipe_cli.profiling.records import LayerMemory, Sample
 from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule.spec import PipelineSpec
 
@@ -38,24 +38,24 @@ def memory_objective(
 
 def memory_objective_of(
     module: nn.Sequential,
-    facts: ModelStats,
+    stats: ModelStats,
     spec: PipelineSpec,
     trained: TrainedBytes,
     limit: int | None = None,
     limits: Sequence[int] = (),
 ) -> MemoryObjective:
-    """The same from the facts of such a micro-batch; `limits` are those of devices that differ."""
-    inputs = [facts.input.bytes, *(layer.output_bytes for layer in facts.layers[:-1])]
+    """The same from the stats of such a micro-batch; `limits` are those of devices that differ."""
+    inputs = [stats.input.bytes, *(layer.output_bytes for layer in stats.layers[:-1])]
     layers = [
-        LayerBytes(_resident(layer, trained), input, saved)
-        for layer, input, saved in zip(module, inputs, facts.storages, strict=True)
+        LayerMemory(_resident(layer, trained), input, saved)
+        for layer, input, saved in zip(module, inputs, stats.storages, strict=True)
     ]
     return MemoryObjective(
         layers,
         spec,
         limit,
-        [SkipBytes(skip.begin, skip.end, skip.bytes) for skip in facts.skips],
-        facts.frozen_layers,
+        stats.skips,
+        stats.frozen_layers,
         limits,
     )
 
@@ -87,7 +87,7 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[int]: ...
-@either_order(timeout="nothing is measured; leave it out, or use balance_by_time")
+@either_order(timeout="nothing is measured; remove it, or use balance_by_time")
 def balance_by_size(
     module: nn.Sequential,
     sample: Value,

@@ -192,7 +192,7 @@ def balance_by_time(
 ) -> list[int]: ...
 @either_order(
     chunks="give one micro-batch as the sample",
-    param_scale="time does not depend on the optimizer; leave it out, or use balance_by_size",
+    param_scale="time does not depend on the optimizer; remove it, or use balance_by_size",
 )
 def balance_by_time(
     module: nn.Sequential,

@@ -307,7 +307,7 @@ def _balance(
     memory = None
     # `gpipe balance` measures now; a run, or a profile of it, may reuse earlier measurements.
     reuse = bool(settings.engine)
-    profiles = ProfileCache(default_folder(), reuse=reuse, say=print_status)
+    profiles = ProfileCache(default_folder(), reuse=reuse, warn=print_status)
     with ExitStack() as contexts:
         if limited or takes & {"sample", "memory"}:
             sample = make_sample(settings, loader)

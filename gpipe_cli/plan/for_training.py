@@ -221,7 +221,7 @@ def _measured(
     spec: PipelineSpec,
 ) -> _Costs:
     reuse = settings.plan.cache if isinstance(settings, TrainConfig) else True
-    profiles = ProfileCache(default_folder(), reuse=reuse, say=print_status)
+    profiles = ProfileCache(default_folder(), reuse=reuse, warn=print_status)
     print_status(f"schedule={settings.schedule.name}: measuring the layers and a short pipeline of them")
     stats = _stats(settings, model, sample, count_flops=False)
     transfer = None

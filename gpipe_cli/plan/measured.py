@@ -143,7 +143,7 @@ class MeasuredSource:
         self._cores = available_cores()
         self._late_from = inf
         """From then on, only what must be known is measured."""
-        self._profiles = ProfileCache(folder, reuse=reuse, say=print_status, is_late=self._is_late)
+        self._profiles = ProfileCache(folder, reuse=reuse, warn=print_status, is_late=self._is_late)
         self._link = cache(measure_link)
         self._kinds = [device_kind(device) for device in devices]
         self._measured: dict[tuple[int, str, int], MeasuredCosts] = {}

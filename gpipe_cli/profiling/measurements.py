@@ -53,7 +53,7 @@ _VERSIONED = ("torch.", "torchvision.", "gpipe_cli.")
 """Packages whose source changes only with their version."""
 FORMAT = 3
 """Files of format 2 lack the load of the machine; files of any other format are ignored."""
-LARGEST = 2**24
+MAX_BYTES = 2**24
 """Bytes; ten thousand layers take one megabyte."""
 
 Key = Mapping[str, Any]
@@ -71,14 +71,14 @@ class ProfileCache:
         folder: Path | None,
         *,
         reuse: bool = True,
-        say: Callable[[str], None] = lambda line: None,
+        warn: Callable[[str], None] = lambda line: None,
         is_late: IsLate = never_late,
     ) -> None:
         """folder: None stores nothing. reuse: False measures everything again, and stores it.
 
         is_late: from when on measurements are as short as they can be, and are not stored.
         """
-        self._store, self._reuse, self._is_late = MeasurementStore(folder, say), reuse, is_late
+        self._store, self._reuse, self._is_late = MeasurementStore(folder, warn), reuse, is_late
         self.origin = ""
         """Where the times returned last come from, in words."""
         self.oldest: str | None = None
@@ -254,9 +254,9 @@ class Measurement(NamedTuple):
 
 @final
 class MeasurementStore:
-    def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path | None, warn: Callable[[str], None]) -> None:
         """folder: None stores nothing."""
-        self._folder, self._say = folder, say
+        self._folder, self._warn = folder, warn
 
     def load(self, key: Key, rows: int, columns: int, seconds: float) -> Measurement | None:
         """Numbers with so many rows and columns, if they were measured for `seconds` or longer."""
@@ -264,14 +264,14 @@ class MeasurementStore:
             return None
         path = self._path(self._folder, key)
         try:
-            if path.stat().st_size > LARGEST:
-                raise ValueError(f"it is larger than {LARGEST} bytes")
+            if path.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES} bytes")
             document = json.loads(path.read_text(encoding="utf-8"))
             measurement = _checked(document, key, rows, columns)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as error:
-            self._say(f"{path} is not a measurement and is ignored: {error}")
+            self._warn(f"{path} is not a measurement and is ignored: {error}")
             return None
         return measurement if document["seconds"] >= seconds else None
 
@@ -294,7 +294,7 @@ class MeasurementStore:
                 json.dump(document, file)
             Path(file.name).replace(path)
         except OSError as error:
-            self._say(f"cannot store the measurement for the next run: {error}")
+            self._warn(f"cannot store the measurement for the next run: {error}")
 
     @staticmethod
     def _path(folder: Path, key: Key) -> Path:

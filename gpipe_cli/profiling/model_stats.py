@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.profiling.records import LayerStats, Sample, SavedTensors, Shape, frozen_layers
+from gpipe_cli.profiling.records import LayerStats, Sample, SavedTensors, Shape, SkipStats, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names, original_output
 from gpipe_cli.sequential.deferred import clone_with
@@ -122,17 +122,6 @@ class ModelStats:
             (*before.output_shape, *(skip.shape for skip in skips)),
             before.output_bytes + sum(skip.bytes for skip in skips),
         )
-
-
-@final
-@dataclass(frozen=True)
-class SkipStats:
-    """A tensor that layer `begin` stashes and layer `end` pops."""
-
-    begin: int
-    end: int
-    shape: Shape
-    bytes: int
 
 
 def model_stats(module: nn.Sequential, sample: Sample, *, count_flops: bool = True) -> ModelStats:

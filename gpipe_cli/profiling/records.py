@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -50,6 +50,30 @@ class LayerStats:
     output_shape: tuple[Shape, ...]
     """One shape per tensor, skips left out."""
     output_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class LayerMemory:
+    """The bytes of a layer and one micro-batch. The keys of mappings identify what layers may share."""
+
+    resident: Mapping[int, int]
+    """Parameters with their gradients and the optimizer's state, buffers."""
+    input: int
+    """What enters the layer from the previous one."""
+    saved: Mapping[int, int]
+    """Saved for backward."""
+
+
+@final
+@dataclass(frozen=True)
+class SkipStats:
+    """A tensor that layer `begin` stashes and layer `end` pops."""
+
+    begin: int
+    end: int
+    shape: Shape
+    bytes: int
 
 
 @final

@@ -6,15 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective, SkipBytes
+from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult, solve_within
 from gpipe_cli.balance.solver import Additive, sums
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.profiling.records import LayerMemory, SkipStats
 from gpipe_cli.schedule.spec import PipelineSpec
 
 layers = st.lists(
     st.builds(
-        LayerBytes,
+        LayerMemory,
         resident=st.integers(0, 50).map(lambda bytes: {-1: 7, bytes: bytes}),  # -1: tied to all others
         input=st.integers(0, 60),
         # Few numbers, so that layers share storages; a storage has one size.
@@ -41,7 +42,7 @@ def balances(count: int, partitions: int) -> list[list[int]]:
     st.data(),
 )
 def test_no_balance_needs_less_and_none_that_fits_is_quicker(
-    made: list[LayerBytes], partitions: int, chunks: int, schedule: str, checkpoint: str, data: st.DataObject
+    made: list[LayerMemory], partitions: int, chunks: int, schedule: str, checkpoint: str, data: st.DataObject
 ) -> None:
     """Against all balances there are: the bytes depend on a partition's place and on where it is cut."""
     partitions = min(partitions, len(made))
@@ -70,8 +71,8 @@ def test_no_balance_needs_less_and_none_that_fits_is_quicker(
 
 def test_a_partition_needs_what_is_always_there_and_what_its_live_micro_batches_keep() -> None:
     made = [
-        LayerBytes({0: 1000}, input=10, saved={1: 100, 2: 7}),
-        LayerBytes({1: 2000}, input=20, saved={2: 7, 3: 50}),
+        LayerMemory({0: 1000}, input=10, saved={1: 100, 2: 7}),
+        LayerMemory({1: 2000}, input=20, saved={2: 7, 3: 50}),
     ]
     one_each = MemoryObjective(made, PipelineSpec("1f1b", 2, 4))
     assert sums(one_each, [1, 1]) == [1000 + 2 * 107, 2000 + 57]
@@ -83,27 +84,27 @@ def test_a_partition_needs_what_is_always_there_and_what_its_live_micro_batches_
 
 
 def test_tied_parameters_are_there_once_in_each_partition() -> None:
-    made = [LayerBytes({7: 1000}, input=0, saved={})] * 2
+    made = [LayerMemory({7: 1000}, input=0, saved={})] * 2
     assert sums(MemoryObjective(made, PipelineSpec("gpipe", 2, 1)), [1, 1]) == [1000, 1000]
     assert sums(MemoryObjective(made, PipelineSpec("gpipe", 1, 1)), [2]) == [1000]
 
 
 def test_a_skip_is_kept_where_it_arrives_and_not_where_it_passes_by() -> None:
-    made = [LayerBytes({}, input=1, saved={}) for _ in range(4)]
+    made = [LayerMemory({}, input=1, saved={}) for _ in range(4)]
     spec = PipelineSpec("gpipe", 3, 2, checkpoint="always")
-    memory = MemoryObjective(made, spec, skips=[SkipBytes(0, 3, 100)])
+    memory = MemoryObjective(made, spec, skips=[SkipStats(0, 3, (), 100)])
     assert sums(memory, [1, 1, 2]) == [2, 2, 2 * 101]
 
 
 def test_partitions_that_share_a_device_share_its_limit() -> None:
-    made = [LayerBytes({index: 100}, input=0, saved={}) for index in range(4)]
+    made = [LayerMemory({index: 100}, input=0, saved={}) for index in range(4)]
     spec = PipelineSpec("interleaved", 4, 2, devices=2)
     assert MemoryObjective(made, spec, limit=200).fits([1, 1, 1, 1])
     assert not MemoryObjective(made, spec, limit=199).fits([1, 1, 1, 1])
 
 
 def test_a_refusal_names_what_is_needed_and_the_balance_that_needs_least() -> None:
-    made = [LayerBytes({index: 2**20}, input=0, saved={}) for index in range(3)]
+    made = [LayerMemory({index: 2**20}, input=0, saved={}) for index in range(3)]
     memory = MemoryObjective(made, PipelineSpec("gpipe", 2, 1), limit=2**20)
     paste = r"the smallest limit that works is 2MiB, with balance=manual balance.layers=\[\d,\d\]"
     with pytest.raises(ConfigError, match=rf"device_memory=1MiB: no balance of 2 partitions .*{paste}"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective
+from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.solver import sums
 from gpipe_cli.plan import search as search_module
 from gpipe_cli.plan.bound import MemoryFit
@@ -15,6 +15,7 @@ from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
 from gpipe_cli.plan.search import BestBalance, RankedPlan, SearchResult, search, simplest_of_equals
 from gpipe_cli.plan.search_space import CHECKPOINTS, FITTED, PlanShape, SearchSpace
 from gpipe_cli.plan.step_time import step_ms
+from gpipe_cli.profiling.records import LayerMemory
 from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.schedule.spec import PipelineSpec
 
@@ -39,9 +40,9 @@ def _costs(draw: random.Random, layers: int) -> LayerCosts:
     )
 
 
-def _bytes(draw: random.Random, layers: int) -> list[LayerBytes]:
+def _bytes(draw: random.Random, layers: int) -> list[LayerMemory]:
     return [
-        LayerBytes({layer: draw.randint(1, 50)}, draw.randint(1, 9), {layer: draw.randint(1, 30)})
+        LayerMemory({layer: draw.randint(1, 50)}, draw.randint(1, 9), {layer: draw.randint(1, 30)})
         for layer in range(layers)
     ]
 
@@ -119,7 +120,7 @@ def test_no_modes_of_the_partitions_are_better_than_those_found(seed: int, sched
 def test_only_the_partition_that_needs_it_recomputes() -> None:
     # The first partition of 1f1b keeps four micro-batches, the last one a single one.
     costs = LayerCosts([1.0] * 8, [2.0] * 8)
-    sizes = [LayerBytes({layer: 1}, 1, {layer: 10}) for layer in range(8)]
+    sizes = [LayerMemory({layer: 1}, 1, {layer: 10}) for layer in range(8)]
     shape = PlanShape(4, 4, 8, "1f1b", FITTED)
     memories = {
         mode: MemoryObjective(sizes, replace(shape.spec(), checkpoint=mode), 45) for mode in CHECKPOINTS

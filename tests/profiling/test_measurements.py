@@ -257,7 +257,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "infinite": lambda text: text.replace('"seconds": 1', '"seconds": Infinity'),
     "not a number": edited(lambda document: document["numbers"].__setitem__(0, [float("nan"), 1])),
     "no date": edited(lambda document: document.update(measured=5)),
-    "huge": lambda text: text + " " * (measurements.LARGEST + 1),
+    "huge": lambda text: text + " " * (measurements.MAX_BYTES + 1),
 }
 
 
@@ -269,7 +269,7 @@ def test_a_damaged_or_hostile_file_is_ignored_and_said(
     (path,) = tmp_path.iterdir()
     path.write_text(damage(path.read_text()))
     messages: list[str] = []
-    times = ProfileCache(tmp_path, say=messages.append).times(make_module(), SAMPLE, seconds=1)
+    times = ProfileCache(tmp_path, warn=messages.append).times(make_module(), SAMPLE, seconds=1)
     assert measured == [1, 1] and len(times) == 2
     assert len(messages) == 1 and f"{path} is not a measurement and is ignored: " in messages[0]
     # What took its place is sound again.
@@ -291,7 +291,7 @@ def test_no_document_is_taken_for_times_that_is_none(document: Any) -> None:
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, measured: list[float]) -> None:
     (tmp_path / "file").write_text("")
     messages: list[str] = []
-    times = ProfileCache(tmp_path / "file", say=messages.append).times(make_module(), SAMPLE, seconds=1)
+    times = ProfileCache(tmp_path / "file", warn=messages.append).times(make_module(), SAMPLE, seconds=1)
     assert isinstance(times[0], LayerTimes)
     assert any("cannot store the measurement for the next run" in line for line in messages)
 
