@@ -57,16 +57,6 @@ print(tuple(models.resnet18(weights=None, num_classes=3).eval()(torch.zeros(1, 3
     assert run_python(program) == "(1, 3)\n"
 
 
-@pytest.mark.slow
-def test_nothing_is_declared_where_torchvision_loads_normally(stand_in: Path) -> None:
-    add_extension_that_loads(stand_in / "torchvision")
-    program = """
-import gpipe_cli.vision as vision, torch
-print(vision._declared, hasattr(torch.ops.torchvision, "nms"))
-"""
-    assert run_python(program, stand_in) == "None False\n"
-
-
 def test_an_extension_that_loads_counts_as_loading(not_yet_imported: Path) -> None:
     add_extension_that_loads(not_yet_imported)
     assert vision._operators_load()

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Iterable
 
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpipe_cli.data import transforms
-from gpipe_cli.data.datasets import Data, Samples
+from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.generated import build_synthetic
 from gpipe_cli.data.images import build_digits
 from gpipe_cli.data.loading import (
@@ -190,15 +189,6 @@ class Broken(Counting):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_for_an_accelerator_were_not_pinned(pinned: list[str], workers: int) -> None:
-    keys = {"batch_size": 3, "seed": 0, "epoch": 0, "shuffle": True, "workers": workers}
-    assert_equal_batches(batches(Counting(8), pin_memory=True, **keys), batches(Counting(8), **keys))
-    main = threading.main_thread().name
-    assert len(pinned) == 6 and all((name == main) == (workers == 0) for name in pinned)
-    assert not multiprocessing.active_children()
-
-
 @pytest.mark.usefixtures("pinned")
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
@@ -255,38 +245,32 @@ def test_the_parts_of_all_replicas_are_the_batch_and_differ_by_one_sample_at_mos
     assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
 
 
-@pytest.mark.parametrize("samples", [Counting(7), build_synthetic(length=7).train])
-def test_replicas_together_read_the_batches_of_a_single_process(samples: Samples) -> None:
-    """Seven samples in batches of three: the last batch has one sample, so two of three replicas get none."""
-    whole = list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True))
-    replicas = [
-        list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True, replica=replica, replicas=3))
-        for replica in range(3)
-    ]
-    assert [[len(target) for _, target in replica] for replica in replicas] == [
-        [1, 1, 1],
-        [1, 1, 0],
-        [1, 1, 0],
-    ]
-    together = [
-        tuple(torch.cat(parts) for parts in zip(*batch, strict=True)) for batch in zip(*replicas, strict=True)
-    ]
-    assert_equal_batches(together, whole)
-    assert all(input.shape[1:] == whole[0][0].shape[1:] for replica in replicas for input, _ in replica)
-
-
-def test_labels_of_the_classes_pass() -> None:
-    check_labels(torch.tensor([0, 9, 5]), classes=10)
-    check_labels(torch.tensor([], dtype=torch.long), classes=10)
-
-
-@pytest.mark.parametrize("label", [10, -1, 255])
+@pytest.mark.parametrize("label", [10, -1, 255, -99])
 def test_a_label_out_of_range_is_named_with_the_number_of_classes(label: int) -> None:
     with pytest.raises(DataError, match=f"label {label} is out of range: the model has 10 classes, 0 to 9"):
-        check_labels(torch.tensor([3, label, 4]), classes=10)
+        check_labels(torch.tensor([3, label, -100]), classes=10)
 
 
-def test_a_batch_needs_as_many_targets_as_inputs() -> None:
-    check_batch(torch.zeros(4, 2), torch.zeros(4))
+@pytest.mark.parametrize(
+    "labels",
+    [
+        torch.tensor([[0, 9], [5, -100]]),
+        torch.tensor([-100, -100]),
+        torch.tensor([], dtype=torch.long),
+        torch.tensor([1, 0], dtype=torch.uint8),
+        torch.tensor([True, False]),
+    ],
+)
+def test_labels_of_the_classes_and_ignored_ones_pass(labels: Tensor) -> None:
+    check_labels(labels, classes=10)
+
+
+def test_every_argument_of_a_batch_needs_as_many_rows_as_there_are_targets() -> None:
+    for input in (torch.zeros(4, 2), {"a": torch.zeros(4, 2), "b": torch.zeros(4)}):
+        check_batch(input, torch.zeros(4))
     with pytest.raises(DataError, match="a batch has 4 inputs but 3 targets"):
         check_batch(torch.zeros(4, 2), torch.zeros(3))
+    with pytest.raises(DataError, match="a batch has 3 inputs but 4 targets"):
+        check_batch({"a": torch.zeros(4, 2), "b": torch.zeros(3)}, torch.zeros(4))
+    with pytest.raises(DataError, match="a batch has an input without dimensions but 4 targets"):
+        check_batch((torch.zeros(4, 2), torch.zeros(())), torch.zeros(4))

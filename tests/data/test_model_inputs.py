@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
 from collections import UserDict
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +14,8 @@ from torch import Tensor
 
 from gpipe_cli.data import pair, transforms
 from gpipe_cli.data.datasets import Data
-from gpipe_cli.data.loading import batches, check_batch, check_labels
+from gpipe_cli.data.generated import build_synthetic
+from gpipe_cli.data.loading import batches
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.pytree import ModelInput, flatten
 
@@ -77,32 +80,33 @@ def test_values_that_are_no_tensors_and_mappings_that_are_no_dicts_become_keywor
     assert_equal_batches([(input, torch.zeros(0))], [(next(batches(Sentences(), **KEYS))[0], torch.zeros(0))])
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     "samples", [Sentences(), Sentences(as_tuple), Padded()], ids=["dict", "tuple", "padded"]
 )
-def test_workers_and_pinned_memory_change_nothing(samples: Any, pinned: list[str]) -> None:
-    """torch itself would return a pinned tuple as a list."""
+def test_workers_and_pinned_memory_change_nothing(samples: Any, workers: int, pinned: list[str]) -> None:
+    """Batches were not pinned. torch itself would return a pinned tuple as a list."""
     expected = list(batches(samples, **KEYS))
-    for workers in (0, 2):
-        assert_equal_batches(batches(samples, pin_memory=True, workers=workers, **KEYS), expected)
-    assert len(pinned) == 2 * 3 * len(expected)
+    assert_equal_batches(batches(samples, pin_memory=True, workers=workers, **KEYS), expected)
+    main = threading.main_thread().name
+    assert len(pinned) == 3 * len(expected) and all((name == main) == (workers == 0) for name in pinned)
+    assert not multiprocessing.active_children()
 
 
-def test_the_parts_of_all_replicas_are_the_batch_and_a_replica_without_samples_gets_no_rows() -> None:
-    samples = Sentences()
-    first, second = (list(batches(samples, replica=index, replicas=2, **KEYS)) for index in range(2))
-    assert [len(target) for _, target in second] == [1, 1, 0]
-    last, _ = second[-1]
-    assert isinstance(last, dict) and {key: list(tensor.shape) for key, tensor in last.items()} == {
-        "input_ids": [0, 4],
-        "attention_mask": [0, 4],
-    }
-    together = [
-        ({key: torch.cat([mine[key], theirs[key]]) for key in mine}, torch.cat([target, other]))
-        for (mine, target), (theirs, other) in zip(first, second, strict=True)
-        if isinstance(mine, dict) and isinstance(theirs, dict)
-    ]
-    assert_equal_batches(together, batches(samples, **KEYS))
+@pytest.mark.parametrize("samples", [Sentences(), build_synthetic(length=7).train], ids=["dict", "in memory"])
+def test_replicas_together_read_the_batches_of_a_single_process(samples: Any) -> None:
+    """Seven samples in batches of three: the last batch has one sample, so two of three replicas get none."""
+    whole = list(batches(samples, **KEYS))
+    replicas = [list(batches(samples, replica=index, replicas=3, **KEYS)) for index in range(3)]
+    rows = [[len(target) for _, target in replica] for replica in replicas]
+    assert rows == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
+    for *parts, (input, target) in zip(*replicas, whole, strict=True):
+        of_parts = [flatten(part, "batch") for part, _ in parts]
+        tensors, template = flatten(input, "batch")
+        assert all(own == template for _, own in of_parts)
+        assert torch.equal(torch.cat([part for _, part in parts]), target)
+        columns = zip(*(own for own, _ in of_parts), strict=True)
+        assert all(map(torch.equal, map(torch.cat, columns), tensors))
 
 
 class Ragged(Sentences):
@@ -188,22 +192,3 @@ def test_a_pair_of_datasets_may_return_arguments_and_may_pad_them() -> None:
 def test_a_pair_of_datasets_refuses_what_is_no_input(samples: Any, size: int | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
         pair.build(samples, samples, classes=9, size=size)
-
-
-def test_ignored_labels_pass_and_no_other_number_below_0() -> None:
-    check_labels(torch.tensor([[-100, 3], [8, -100]]), classes=9)
-    check_labels(torch.tensor([-100, -100]), classes=9)
-    check_labels(torch.tensor([1, 0], dtype=torch.uint8), classes=9)
-    check_labels(torch.tensor([True, False]), classes=9)
-    with pytest.raises(DataError, match="label -99 is out of range"):
-        check_labels(torch.tensor([-100, -99]), classes=9)
-    with pytest.raises(DataError, match="label 156 is out of range"):
-        check_labels(torch.tensor([156], dtype=torch.uint8), classes=9)
-
-
-def test_every_argument_of_a_batch_needs_as_many_rows_as_there_are_targets() -> None:
-    check_batch({"a": torch.zeros(4, 2), "b": torch.zeros(4)}, torch.zeros(4))
-    with pytest.raises(DataError, match="a batch has 3 inputs but 4 targets"):
-        check_batch({"a": torch.zeros(4, 2), "b": torch.zeros(3)}, torch.zeros(4))
-    with pytest.raises(DataError, match="a batch has an input without dimensions but 4 targets"):
-        check_batch((torch.zeros(4, 2), torch.zeros(())), torch.zeros(4))

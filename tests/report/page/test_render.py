@@ -78,7 +78,7 @@ def test_equal_configurations_are_said_to_be_equal(tmp_path: Path) -> None:
 
 
 def test_hostile_text_is_nowhere_an_element(tmp_path: Path) -> None:
-    run = write_profile(tmp_path / HOSTILE.replace("/", "_"), HOSTILE)
+    run = write_check(write_profile(tmp_path / HOSTILE.replace("/", "_"), HOSTILE), HOSTILE)
     for file in ("config.yaml", "env.json"):
         (run / file).write_text(HOSTILE, encoding="utf-8")
     text = render_page([read_run(run)])
@@ -142,11 +142,6 @@ def test_a_run_shows_a_check_that_lies_beside_it(tmp_path: Path) -> None:
     run = write_check(write_training(tmp_path))
     text = render_page([read_run(run)])
     assert text.index("Metrics by step") < text.index("Check of the machine") and "<dt>eval loss</dt>" in text
-
-
-def test_hostile_text_in_a_check_stays_text(tmp_path: Path) -> None:
-    text = render_page([read_run(write_check(tmp_path, HOSTILE))])
-    assert text.count("<script>") == 1 and "<img" not in text and "\u202e" not in text and "\x1b" not in text
 
 
 def test_a_damaged_check_is_named(tmp_path: Path) -> None:
