@@ -84,15 +84,6 @@ class Predictions:
         return f"miss{max(1, round(LEVELS * share**0.5))}"
 
 
-@final
-@dataclass(frozen=True)
-class TextSample:
-    prompt: str
-    text: str
-    origin: str
-    """How it was drawn."""
-
-
 def read_predictions(content: Mapping[str, Any]) -> Predictions | None:
     """From the content of predictions.json; None if there is nothing in it that can be shown."""
     counts = _matrix(content.get("counts"))
@@ -119,11 +110,11 @@ def read_predictions(content: Mapping[str, Any]) -> Predictions | None:
     return Predictions(step, unit, names, counts, tuple(most), shown)
 
 
-def read_text_sample(content: Mapping[str, Any]) -> TextSample | None:
-    """From the content of sample.json."""
+def read_text_sample(content: Mapping[str, Any]) -> dict[str, str]:
+    """`prompt`, `text` and how it was drawn (`origin`), from the content of sample.json; empty without text."""
     text = as_text(content.get("text"))
     if not text:
-        return None
+        return {}
     settings = [
         f"{name}={number:g}"
         for name in ("temperature", "top_k", "seed")
@@ -131,7 +122,7 @@ def read_text_sample(content: Mapping[str, Any]) -> TextSample | None:
     ]
     tokens = as_int(content.get("tokens"), MAX_COUNT)
     count = [] if tokens is None else [f"{tokens} tokens"]
-    return TextSample(as_text(content.get("prompt")), text, ", ".join([*count, *settings]))
+    return {"prompt": as_text(content.get("prompt")), "text": text, "origin": ", ".join([*count, *settings])}
 
 
 def _matrix(value: Any) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from typing import Any, final
 
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.page.curves import MetricCurve, read_curves
-from gpipe_cli.report.page.predictions import Predictions, TextSample, read_predictions, read_text_sample
+from gpipe_cli.report.page.predictions import Predictions, read_predictions, read_text_sample
 from gpipe_cli.report.trace import IDEAL, MEASURED
 from gpipe_cli.runs.reader import (
     RUN_FILES,
@@ -149,9 +149,10 @@ class RunFacts:
     weights: Mapping[str, str] = field(default_factory=dict)
     """What was loaded and what is frozen."""
     predictions: Predictions | None = None
-    sample: TextSample | None = None
-    checks: tuple[CheckRow, ...] = ()
-    """The rows of a check of the machine."""
+    sample: Mapping[str, str] = field(default_factory=dict)
+    """What a language model wrote."""
+    checks: tuple[Mapping[str, str], ...] = ()
+    """The rows of a check of the machine: `name`, `verdict` (empty if gpipe knows none such), `result` and `to_do`."""
     problems: tuple[str, ...] = ()
     """What is wrong with its files."""
 
@@ -348,30 +349,16 @@ def _requote(line: str) -> str:
     return shlex.join(words) if words and words[0] == "gpipe" else ""
 
 
-@final
-@dataclass(frozen=True)
-class CheckRow:
-    name: str
-    verdict: str
-    """Empty if the file has none that gpipe knows."""
-    result: str
-    to_do: str
+def read_check_rows(check: Mapping[str, Any]) -> tuple[Mapping[str, str], ...]:
+    """The rows of a check.json; none if there is no such file."""
+    rows = []
+    for given in as_rows(check.get("rows"))[:MAX_ROWS]:
+        row = {name: as_text(given.get(name)) for name in ("name", "verdict", "result", "to_do")}
+        rows.append(row if row["verdict"] in VERDICTS else {**row, "verdict": ""})
+    return tuple(rows)
 
 
-def read_check_rows(check: Mapping[str, Any]) -> tuple[CheckRow, ...]:
-    """The rows of a check.json; empty if there is none."""
-    return tuple(
-        CheckRow(
-            as_text(row.get("name")),
-            verdict if (verdict := as_text(row.get("verdict"))) in VERDICTS else "",
-            as_text(row.get("result")),
-            as_text(row.get("to_do")),
-        )
-        for row in as_rows(check.get("rows"))[:MAX_ROWS]
-    )
-
-
-def verdict_counts(rows: Sequence[CheckRow]) -> dict[str, int]:
+def verdict_counts(rows: Sequence[Mapping[str, str]]) -> dict[str, int]:
     """How many rows have each verdict, for the verdicts that occur."""
-    counted = Counter(row.verdict for row in rows)
+    counted = Counter(row["verdict"] for row in rows)
     return {verdict: counted[verdict] for verdict in VERDICTS if counted[verdict]}

@@ -86,7 +86,7 @@ def test_a_language_model_shows_what_it_wrote(tmp_path: Path) -> None:
     text = page(tmp_path, "sample.json", content)
     assert "4 tokens, temperature=0.8, top_k=40, seed=3." in text
     assert '<span class="prompt">Once </span>upon</pre>' in text
-    assert read_text_sample({"prompt": "Once"}) is None
+    assert read_text_sample({"prompt": "Once"}) == {}
 
 
 @pytest.mark.parametrize(
