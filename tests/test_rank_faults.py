@@ -21,9 +21,8 @@ import pytest
 import gpipe_cli
 from gpipe_cli.runs.reader import run_state
 from gpipe_cli.runs.snapshots.contents import decode_tensors
-from gpipe_cli.runs.snapshots.file_names import MODEL
-from gpipe_cli.runs.snapshots.manifest import read_snapshot
-from gpipe_cli.runs.snapshots.tensors import encode
+from gpipe_cli.runs.snapshots.manifest import MODEL, read_snapshot
+from gpipe_cli.tensor_files.tensor_file import encode
 from tests.support.command_line import Gpipe
 from tests.support.fault_injection import ALLOW, ROWS, TEMPLATE, TRAIN
 from tests.support.faulty_ranks import FAULT, SOCKETS

@@ -18,7 +18,7 @@ from gpipe_cli.data.image_folder import SUFFIXES, center_crop, read_image
 from gpipe_cli.data.transforms import Transform
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import DataError
-from gpipe_cli.inference.spec import SEGMENTATION, InferenceSpec
+from gpipe_cli.inference.inference_spec import SEGMENTATION, InferenceSpec
 from gpipe_cli.pytree import ModelInput
 
 

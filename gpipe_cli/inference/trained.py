@@ -29,7 +29,7 @@ from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
-from gpipe_cli.inference.spec import COMPONENTS, InferenceSpec, spec_of_run, spec_of_weights
+from gpipe_cli.inference.inference_spec import COMPONENTS, InferenceSpec, spec_of_run, spec_of_weights
 from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.output import print_status
@@ -43,8 +43,9 @@ from gpipe_cli.runs.saved import (
     with_overrides,
 )
 from gpipe_cli.runs.snapshots.base_weights import base_of_snapshot, check_base
-from gpipe_cli.runs.snapshots.file_names import BUFFERS, MODEL
 from gpipe_cli.runs.snapshots.manifest import (
+    BUFFERS,
+    MODEL,
     VerifiedSnapshot,
     first_valid_snapshot,
     is_snapshot,

@@ -34,7 +34,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.errors import RunError
-from gpipe_cli.inference.spec import write_spec
+from gpipe_cli.inference.inference_spec import write_spec
 from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, connected_files, lost_peer_as_peer_error
@@ -49,13 +49,13 @@ from gpipe_cli.runs.directory import (
     write_text,
 )
 from gpipe_cli.runs.launch_record import changed_ranks, launch_facts, write_config, write_launch
-from gpipe_cli.runs.lr_after_resume import lr_line
 from gpipe_cli.runs.reader import OUTCOME
 from gpipe_cli.runs.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder
 from gpipe_cli.runs.resume import (
     ResumedRun,
     check_resumable,
     load_resumed_run,
+    lr_line,
     verified_in_ranks,
     version_changes,
 )

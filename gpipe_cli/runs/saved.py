@@ -23,10 +23,13 @@ from gpipe_cli.models.weights import fitted_weights, load_weights
 from gpipe_cli.report.formatting import format_value, one_line
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.snapshots.contents import decode_tensors, open_large_snapshot, record_of
-from gpipe_cli.runs.snapshots.file_names import BUFFERS, INDEX, MODEL, is_sharded
 from gpipe_cli.runs.snapshots.manifest import (
+    BUFFERS,
+    INDEX,
+    MODEL,
     SnapshotSearch,
     VerifiedSnapshot,
+    is_sharded,
     is_snapshot,
     read_manifest,
     snapshot_path,

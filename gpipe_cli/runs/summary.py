@@ -20,8 +20,8 @@ from gpipe_cli.report.model_tables import print_measured_memory
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.runs.directory import write_json, write_text
-from gpipe_cli.runs.lr_after_resume import longer_line
 from gpipe_cli.runs.reader import RunReader, as_int
+from gpipe_cli.runs.resume import longer_line
 from gpipe_cli.runs.snapshots.manifest import snapshot_paths
 from gpipe_cli.runs.snapshots.record import TrainingRecord
 from gpipe_cli.safe_files import parse_json, read_regular

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.build.loader import OWN_KEYS
 from gpipe_cli.config.instantiate import instantiate
-from gpipe_cli.inference.spec import LOADING_KEYS
+from gpipe_cli.inference.inference_spec import LOADING_KEYS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(path for group in ("model", "data", "transform") for path in (CONF / group).glob("*.yaml"))

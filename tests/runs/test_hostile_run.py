@@ -22,9 +22,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_cli.runs.snapshots import file_names, manifest
+from gpipe_cli.runs.snapshots import manifest
 from gpipe_cli.runs.snapshots.durable import FileDigest
-from gpipe_cli.runs.snapshots.tensors import decode, encode
+from gpipe_cli.tensor_files.tensor_file import decode, encode
 from tests.support.command_line import Answer, Gpipe
 from tests.support.trained_runs import TrainedRun
 
@@ -49,7 +49,7 @@ class Hold(Protocol):
 
 def bits(run: Path) -> list[bytes]:
     newest = max((run / "snapshots").glob("step-????????"))
-    return [(newest / name).read_bytes() for name in (file_names.MODEL, file_names.OPTIMIZER)]
+    return [(newest / name).read_bytes() for name in (manifest.MODEL, manifest.OPTIMIZER)]
 
 
 def seal(run: Path, change: Callable[[dict[str, Any]], object] = lambda record: None) -> None:
@@ -136,7 +136,7 @@ def hold(tiny: Gpipe, trained_run: TrainedRun, tmp_path: Path) -> Hold:
 
     def run_changed(change: Change, command: str, codes: tuple[int, ...] = (0, 2, 3, 4, 6)) -> Answer:
         run = fresh()
-        saved = (run / SNAPSHOT / file_names.MODEL).read_bytes()
+        saved = (run / SNAPSHOT / manifest.MODEL).read_bytes()
         shutil.rmtree(victim, ignore_errors=True)
         shutil.copytree(run / "snapshots", victim / "snapshots")
         (victim / "file").write_text("precious\n")
@@ -180,7 +180,7 @@ def encoded(content: bytes) -> bytes:
             "export",
             "manifest.json: cannot be read: is a named pipe",
         ),
-        (device, f"{SNAPSHOT}/{file_names.MODEL}", "export", "is a symbolic link"),
+        (device, f"{SNAPSHOT}/{manifest.MODEL}", "export", "is a symbolic link"),
     ],
 )
 def test_anything_but_a_regular_file_in_a_run_is_refused_at_once(
@@ -220,7 +220,7 @@ def without(name: str, run: Path) -> None:
 
 def test_weights_that_the_manifest_does_not_list_are_reported_as_damage(hold: Hold) -> None:
     """`export` ended in a KeyError."""
-    answer = hold(partial(without, file_names.MODEL), "export", codes=(4,))
+    answer = hold(partial(without, manifest.MODEL), "export", codes=(4,))
     assert "manifest.json: damaged: it does not list model.safetensors" in answer.err
 
 
@@ -228,7 +228,7 @@ def test_a_missing_optimizer_state_is_an_error_without_reset_optimizer(
     tiny: Gpipe, hold: Hold, tmp_path: Path
 ) -> None:
     """A run whose snapshot listed no such file went on with a new optimizer, in silence."""
-    change = partial(without, file_names.OPTIMIZER)
+    change = partial(without, manifest.OPTIMIZER)
     answer = hold(change, "resume", codes=(4,))
     assert (
         "does not fit the optimizer: it has no 'exp_avg'" in answer.err
@@ -236,7 +236,7 @@ def test_a_missing_optimizer_state_is_an_error_without_reset_optimizer(
     )
     answer = tiny(*COMMANDS["resume"], "reset_optimizer=true")
     assert answer.code == 0 and "with a new optimizer state" in answer.err
-    lost = tmp_path / "run" / "snapshots" / "step-00000008" / file_names.OPTIMIZER
+    lost = tmp_path / "run" / "snapshots" / "step-00000008" / manifest.OPTIMIZER
     lost.unlink()
     assert tiny("train", "resume=run", ALLOW, "steps=9").code == 4
     assert tiny("train", "resume=run", ALLOW, "steps=9", "reset_optimizer=true").code == 0
@@ -263,7 +263,7 @@ def test_a_file_with_an_invalid_header_is_not_exported(hold: Hold) -> None:
         header["0.bias"]["shape"] = [5]
 
     for change in (lying, lambda header: [1], lambda header: {**header, "__metadata__": 3}):
-        answer = hold(partial(with_header, file_names.MODEL, change), "export", codes=(4,))
+        answer = hold(partial(with_header, manifest.MODEL, change), "export", codes=(4,))
         assert "model.safetensors: damaged: " in answer.err
 
 
@@ -271,7 +271,7 @@ def test_a_relabeled_tensor_is_refused(hold: Hold) -> None:
     def relabel(header: Any) -> None:
         header["0.weight"]["dtype"] = "I32"
 
-    answer = hold(partial(with_header, file_names.MODEL, relabel), "eval", codes=(4,))
+    answer = hold(partial(with_header, manifest.MODEL, relabel), "eval", codes=(4,))
     assert "does not fit the model: tensor 0.weight is 4x3x3x3 of int32" in answer.err
 
 
@@ -286,7 +286,7 @@ FILES = (
     "launch.json",
     "report.html",
     SNAPSHOT,
-    *(f"{SNAPSHOT}/{name}" for name in (manifest.MANIFEST, file_names.MODEL, file_names.OPTIMIZER)),
+    *(f"{SNAPSHOT}/{name}" for name in (manifest.MANIFEST, manifest.MODEL, manifest.OPTIMIZER)),
 )
 NAMES = (
     "run.lock",
@@ -357,7 +357,7 @@ def with_tensors(file: str, change: Callable[[dict[str, Tensor]], object], run: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("file", [file_names.MODEL, file_names.OPTIMIZER])
+@pytest.mark.parametrize("file", [manifest.MODEL, manifest.OPTIMIZER])
 def test_any_tensors_give_the_same_bits_or_one_line(hold: Hold, tiny_run: Path, file: str) -> None:
     whole = decode(bytearray((tiny_run / SNAPSHOT / file).read_bytes()))
     matrix = next(name for name, tensor in whole.items() if tensor.dim() == 2)

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.runs.lr_after_resume import longer_line, lr_line
+from gpipe_cli.runs.resume import longer_line, lr_line
 from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.training.lr_schedules import Constant, Cosine, OneCycle
 from tests.support.command_line import Gpipe

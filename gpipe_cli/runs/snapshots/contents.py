@@ -12,10 +12,19 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.runs.snapshots import tensors
-from gpipe_cli.runs.snapshots.file_names import BUFFERS, FILES, MODEL, OPTIMIZER, kind_of
-from gpipe_cli.runs.snapshots.manifest import MANIFEST, Manifest, VerifiedSnapshot, snapshot_step
+from gpipe_cli.runs.snapshots.manifest import (
+    BUFFERS,
+    FILES,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    VerifiedSnapshot,
+    kind_of,
+    snapshot_step,
+)
 from gpipe_cli.runs.snapshots.record import TrainingRecord
+from gpipe_cli.tensor_files import tensor_file
 from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 
 
@@ -93,7 +102,7 @@ def decode_tensors(verified: VerifiedSnapshot, kind: str) -> dict[str, Tensor]:
     for name, content in verified.contents.items():
         if kind_of(name) == kind:
             try:
-                shards[name] = tensors.decode(content)
+                shards[name] = tensor_file.decode(content)
             except BadTensors as error:
                 raise RunError(f"{verified.path / name}: damaged: {error}") from error
     return _merged(verified.path, shards)
@@ -146,5 +155,5 @@ def copy_buffers(state: EngineState, module: nn.Module) -> EngineState:
 def check_savable(state: EngineState) -> None:
     """Reject, before the first step, tensors that a snapshot cannot hold."""
     for name, tensor in {**state.model, **state.buffers}.items():
-        if reason := tensors.unsupported_reason(tensor):
+        if reason := tensor_file.unsupported_reason(tensor):
             raise ConfigError(f"model: '{name}' {reason}, which a snapshot cannot hold")

@@ -3,6 +3,9 @@
 manifest.json lists the files of a snapshot with size and sha256, the training record and a digest of itself. It is
 written last, so a directory without one is not a snapshot. There is no `latest` file that could be wrong: gpipe looks
 at the directory each time, and follows no link, `snapshots` itself included.
+
+A single process writes one file of each kind; several ranks write shards with the names that Hugging Face gives them,
+with an index for other programs: gpipe reads the tensors' names in the headers of the shards.
 """
 
 from __future__ import annotations
@@ -26,12 +29,16 @@ from typing import TYPE_CHECKING, Any, final
 from gpipe_cli.distributed.replica_assignment import assign_replicas
 from gpipe_cli.errors import ResourceError, RunError
 from gpipe_cli.runs.snapshots.durable import CHUNK, UNFINISHED, FileDigest, remove
-from gpipe_cli.runs.snapshots.file_names import FILES, MODEL, expected_names, is_sharded, kind_of
 from gpipe_cli.safe_files import open_directory, open_regular, parse_json, read_regular
 
 if TYPE_CHECKING:  # finding snapshots needs no torch
     from gpipe_cli.distributed.world import World
 
+MODEL, OPTIMIZER, BUFFERS = "model.safetensors", "optimizer.safetensors", "buffers.safetensors"
+FILES = (MODEL, OPTIMIZER, BUFFERS)
+"""The files of a snapshot that a single process wrote, and the kinds of all others."""
+INDEX = ".index.json"
+_SHARD = re.compile(r"(model|optimizer|buffers)-(\d{5})-of-(\d{5})(\.safetensors)", flags=re.ASCII)
 MANIFEST = "manifest.json"
 FORMAT, SHARDED_FORMAT = 1, 2
 """A snapshot in shards has a format of its own, so that a gpipe which cannot read it says so."""
@@ -41,6 +48,44 @@ READERS = 4
 SNAPSHOTS = "snapshots"
 QUARANTINED = ".quarantined"
 _NAME = re.compile(r"step-(\d{8,18})", flags=re.ASCII)
+
+
+def shard_name(kind: str, rank: int, ranks: int) -> str:
+    """The name of the file in which a rank writes its tensors of this kind."""
+    if ranks == 1:
+        return kind
+    stem, _, suffix = kind.partition(".")
+    return f"{stem}-{rank + 1:05d}-of-{ranks:05d}.{suffix}"
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of a file of tensors; None for any other name, such as that of an index."""
+    match = _SHARD.fullmatch(name)
+    kind = name if match is None else f"{match[1]}{match[4]}"
+    return kind if kind in FILES else None
+
+
+def is_sharded(names: Collection[str]) -> bool:
+    return any(_SHARD.fullmatch(name) for name in names)
+
+
+def expected_names(names: Collection[str]) -> set[str]:
+    """The names that belong together with these shards: all shards of the model, and an index of each kind."""
+    shards = {name: match for name in names if (match := _SHARD.fullmatch(name))}
+    counts = {int(match[3]) for match in shards.values()}
+    if len(counts) != 1 or min(counts) < 2:  # a single writer has no shards
+        return set()
+    (count,) = counts
+    model = {shard_name(MODEL, rank, count) for rank in range(count)}
+    others = {name for name, match in shards.items() if 1 <= int(match[2]) <= count}
+    kinds = {kind for name in (*model, *others) if (kind := kind_of(name)) is not None}
+    return {*model, *others, *(f"{kind}{INDEX}" for kind in kinds)}
+
+
+def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """Which file holds which tensor, in the form that Hugging Face's libraries read."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    return f"{json.dumps(index, indent=2, ensure_ascii=False)}\n".encode()
 
 
 @final

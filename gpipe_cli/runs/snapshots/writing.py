@@ -19,7 +19,6 @@ from torch import Tensor
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import EngineState, merged_engine_numbers
 from gpipe_cli.errors import ResourceError
-from gpipe_cli.runs.snapshots import tensors
 from gpipe_cli.runs.snapshots.durable import (
     FileDigest,
     begin_directory,
@@ -29,18 +28,22 @@ from gpipe_cli.runs.snapshots.durable import (
     write_file,
     write_files,
 )
-from gpipe_cli.runs.snapshots.file_names import (
+from gpipe_cli.runs.snapshots.manifest import (
     BUFFERS,
     FILES,
     INDEX,
+    MANIFEST,
     MODEL,
     OPTIMIZER,
+    Manifest,
+    encode,
     encode_index,
     kind_of,
+    read_manifest,
     shard_name,
 )
-from gpipe_cli.runs.snapshots.manifest import MANIFEST, Manifest, encode, read_manifest
 from gpipe_cli.runs.snapshots.record import TrainingRecord
+from gpipe_cli.tensor_files import tensor_file
 
 NOT_SHARED = (
     "every machine must see the same run directory: put run_dir on a file system that all of them share"
@@ -123,7 +126,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write the files of this rank; for each its digest and its tensors, with their sizes."""
     # Generators: a state with `fetch` reads each tensor when its turn to be written comes.
-    contents = {name: tensors.encode(content, fetch) for name, content in files.items()}
+    contents = {name: tensor_file.encode(content, fetch) for name, content in files.items()}
     try:
         digests = write_files(path, contents, on_chunk, base=path.parents[1])
     except OSError as error:

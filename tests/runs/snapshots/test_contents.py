@@ -15,7 +15,7 @@ import torch
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
-from gpipe_cli.runs.snapshots import durable, file_names, manifest
+from gpipe_cli.runs.snapshots import durable, manifest
 from gpipe_cli.runs.snapshots.contents import (
     check_savable,
     copy_state,
@@ -89,7 +89,7 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
 def test_equal_states_give_byte_equal_files(tmp_path: Path) -> None:
     saved = state()
     first, second = write(tmp_path / "a", saved=saved), write(tmp_path / "b", saved=saved)
-    assert {path.name for path in first.iterdir()} == {*file_names.FILES, manifest.MANIFEST}
+    assert {path.name for path in first.iterdir()} == {*manifest.FILES, manifest.MANIFEST}
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes()
 
@@ -112,7 +112,7 @@ def test_a_hundred_bit_flips_and_cuts_are_all_noticed(tmp_path: Path) -> None:
     read_snapshot(path)
 
 
-@pytest.mark.parametrize("name", [*file_names.FILES, manifest.MANIFEST])
+@pytest.mark.parametrize("name", [*manifest.FILES, manifest.MANIFEST])
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     path = write(tmp_path)
     (path / name).unlink()
@@ -173,7 +173,7 @@ def test_a_snapshot_of_another_step_than_its_name_says_is_refused(tmp_path: Path
     open_snapshot(read_snapshot((path.with_name("step-00000005")).rename(tmp_path / "kept")))
 
 
-@pytest.mark.parametrize("name", [*file_names.FILES, manifest.MANIFEST])
+@pytest.mark.parametrize("name", [*manifest.FILES, manifest.MANIFEST])
 def test_only_files_of_the_snapshot_itself_are_read(tmp_path: Path, name: str) -> None:
     path = write(tmp_path)
     (path / name).rename(tmp_path / "elsewhere")
@@ -209,7 +209,7 @@ def test_a_folder_of_snapshots_that_cannot_be_read_is_told(
 def test_a_manifest_leads_nowhere_else(tmp_path: Path, name: str) -> None:
     path = write(tmp_path)
     read = manifest.read_manifest(path)
-    hostile = manifest.Manifest({name: read.files[file_names.MODEL]}, read.record)
+    hostile = manifest.Manifest({name: read.files[manifest.MODEL]}, read.record)
     (path / manifest.MANIFEST).write_bytes(manifest.encode(hostile))
     with pytest.raises(RunError, match="does not describe a file of a snapshot"):
         read_snapshot(path)
@@ -243,10 +243,10 @@ def test_a_record_of_an_older_version_has_no_window() -> None:
 
 def test_the_record_can_be_amended_without_touching_a_tensor(tmp_path: Path) -> None:
     path = write(tmp_path)
-    before = {name: (path / name).stat().st_mtime_ns for name in file_names.FILES}
+    before = {name: (path / name).stat().st_mtime_ns for name in manifest.FILES}
     replace_record(path, record(position=Position(4, 9.0)))
     assert open_snapshot(read_snapshot(path)).record.position == Position(4, 9.0)
-    assert {name: (path / name).stat().st_mtime_ns for name in file_names.FILES} == before
+    assert {name: (path / name).stat().st_mtime_ns for name in manifest.FILES} == before
 
 
 def test_the_newest_valid_one_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:
@@ -254,10 +254,10 @@ def test_the_newest_valid_one_is_found_and_damaged_ones_are_named(tmp_path: Path
         write(tmp_path, step)
     assert [path.name for path in snapshot_paths(tmp_path)] == [f"step-{n:08d}" for n in (100, 20, 9)]
     newest = snapshot_path(tmp_path, 100)
-    (newest / file_names.OPTIMIZER).write_bytes(b"")
+    (newest / manifest.OPTIMIZER).write_bytes(b"")
     snapshots = newest_valid_snapshot(tmp_path)
     assert snapshots.newest is not None and snapshots.newest.path == snapshot_path(tmp_path, 20)
-    assert list(snapshots.damaged) == [newest] and file_names.OPTIMIZER in str(snapshots.damaged[newest])
+    assert list(snapshots.damaged) == [newest] and manifest.OPTIMIZER in str(snapshots.damaged[newest])
 
 
 def test_only_real_directories_with_the_right_name_are_snapshots(tmp_path: Path) -> None:

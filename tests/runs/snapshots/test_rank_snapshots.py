@@ -19,16 +19,21 @@ import torch
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import RunError
-from gpipe_cli.runs.snapshots import durable, file_names, manager, manifest
+from gpipe_cli.runs.snapshots import durable, manager, manifest
 from gpipe_cli.runs.snapshots.contents import decode_tensors, open_large_snapshot, open_snapshot
-from gpipe_cli.runs.snapshots.file_names import BUFFERS, FILES, INDEX, MODEL, OPTIMIZER, shard_name
 from gpipe_cli.runs.snapshots.manifest import (
+    BUFFERS,
+    FILES,
+    INDEX,
+    MODEL,
+    OPTIMIZER,
     newest_valid_snapshot,
     read_snapshot,
     search_together,
+    shard_name,
     snapshot_path,
 )
-from gpipe_cli.runs.snapshots.tensors import encode
+from gpipe_cli.tensor_files.tensor_file import encode
 from tests.distributed.cases import AVERAGED, Case, run
 from tests.runs.snapshots.rank_snapshots import FOREVER, Journey, train, travel, with_rows
 from tests.support.forked_ranks import exit_codes, run_ranks
@@ -165,8 +170,8 @@ def test_a_manifest_lists_all_shards_and_nothing_else(
 
 
 def test_one_shard_alone_is_no_snapshot_in_shards() -> None:
-    assert file_names.expected_names([shard_name(MODEL, 0, 1), "model-00001-of-00001.safetensors"]) == set()
-    assert file_names.expected_names(["model-00000-of-00000.safetensors"]) == set()
+    assert manifest.expected_names([shard_name(MODEL, 0, 1), "model-00001-of-00001.safetensors"]) == set()
+    assert manifest.expected_names(["model-00000-of-00000.safetensors"]) == set()
 
 
 def test_a_tensor_in_two_shards_is_damage(journeys: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from gpipe_cli.build.loader import make_loader
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.errors import RunError
-from gpipe_cli.inference.spec import (
+from gpipe_cli.inference.inference_spec import (
     METADATA_KEY,
     SPEC_FILE,
     InferenceSpec,

@@ -1,11 +1,14 @@
-"""format=hf: a directory that `from_pretrained` loads, with configuration, weights and tokenizer.
+"""The formats of `gpipe export`, which load without gpipe.
 
-transformers itself writes it, so the files have the names, shards and layout of published models. format=peft: the
-adapter of a run, as a directory that `PeftModel.from_pretrained(base, directory)` loads.
+safetensors  a file of weights, with what predictions need as metadata and as JSON beside the file
+hf           a directory that `from_pretrained` loads, with configuration, weights and tokenizer; transformers
+             itself writes it, so the files have the names, shards and layout of published models
+peft         the adapter of a run, as a directory that `PeftModel.from_pretrained(base, directory)` loads
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -20,16 +23,19 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
+from gpipe_cli.inference.inference_spec import METADATA_KEY, SPEC_FILE, spec_of_run
 from gpipe_cli.models.hf import pretrained
 from gpipe_cli.models.hf.lora import ADAPTER, LoraSettings, lora_config
 from gpipe_cli.models.hf.pretrained import CLASSIFICATION, model_class
 from gpipe_cli.models.weights import fitted_weights
+from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.saved import saved_config, weights_file
+from gpipe_cli.runs.snapshots import durable
 from gpipe_cli.runs.snapshots.base_weights import base_of_snapshot, check_base
-from gpipe_cli.runs.snapshots.contents import open_large_snapshot
-from gpipe_cli.runs.snapshots.manifest import VerifiedSnapshot, run_directory_of
-from gpipe_cli.runs.snapshots.tensors import encode
+from gpipe_cli.runs.snapshots.contents import decode_tensors, open_large_snapshot
+from gpipe_cli.runs.snapshots.manifest import MODEL, VerifiedSnapshot, run_directory_of
 from gpipe_cli.safe_files import read_regular
+from gpipe_cli.tensor_files.tensor_file import encode
 
 TARGET = f"{pretrained.__name__}.build"
 MAX_SHARD = "5GB"
@@ -50,9 +56,44 @@ TASK_TYPES = {
 """peft's names; it has none for the other tasks, and needs none."""
 
 
-def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
+def write_file(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
+    """Write the weights of the snapshot; nothing is replaced."""
+    if base_of_snapshot(snapshot) is not None:
+        raise ConfigError(
+            f"format=safetensors: {snapshot.path} has only the adapter of a model; give format=peft out=<directory>"
+        )
+    weights, run = decode_tensors(snapshot, MODEL), run_directory_of(snapshot.path)
+    spec = spec_of_run(run)
+    beside = out.with_suffix(".json")
+    if spec is None:
+        print_status(
+            f"{run}: has no {SPEC_FILE}, because an older gpipe trained it: the file has no class names and no "
+            "normalization"
+        )
+    elif os.path.lexists(beside):
+        raise ConfigError(
+            f"out={out}: {beside} exists, where its description belongs; give another name, or remove it"
+        )
+    # What torch's own writer says of the tensors; transformers asks for it.
+    metadata = {} if spec is None else {"format": "pt", METADATA_KEY: spec.to_text()}
+    content = list(encode(weights, metadata=metadata))
+    digest = hashlib.sha256()
+    for part in content:
+        digest.update(part)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_file(out, content, replace=False)
+        if spec is not None:
+            durable.write_file(beside, [f"{spec.to_text()}\n".encode()], replace=False)
+    except OSError as error:
+        raise ResourceError(f"out={out}: cannot be written: {error}") from error
+    facts = {"bytes": out.stat().st_size, "sha256": digest.hexdigest()}
+    return facts if spec is None else {**facts, "description": str(beside)}
+
+
+def write_directory(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
     """Write a directory with the weights of the snapshot; all of it, or nothing."""
-    trained = TrainedModel.of(snapshot, "hf")
+    trained = HuggingFaceRun.of(snapshot, "hf")
     if base_of_snapshot(snapshot) is not None:
         raise ConfigError(
             f"format=hf: {trained.run} has trained an adapter (model.lora), and merged weights would be rounded; give "
@@ -75,7 +116,7 @@ def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
 
 def write_adapter(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
     """format=peft: write the adapter of the snapshot and its configuration; both, or nothing."""
-    trained = TrainedModel.of(snapshot, "peft")
+    trained = HuggingFaceRun.of(snapshot, "peft")
     settings = LoraSettings.of(trained.node.get("lora"))
     base = base_of_snapshot(snapshot)
     if settings is None or base is None:
@@ -105,7 +146,7 @@ def write_adapter(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
 
 @final
 @dataclass(frozen=True)
-class TrainedModel:
+class HuggingFaceRun:
     """The model=hf of a run."""
 
     run: Path
@@ -115,7 +156,7 @@ class TrainedModel:
     """data.tokenizer."""
 
     @staticmethod
-    def of(snapshot: VerifiedSnapshot, format: str) -> TrainedModel:
+    def of(snapshot: VerifiedSnapshot, format: str) -> HuggingFaceRun:
         """Raises ConfigError, which names the format, for a run of any other model."""
         run = run_directory_of(snapshot.path)
         tree = saved_config(run)
@@ -125,7 +166,7 @@ class TrainedModel:
                 f"format={format}: {run} has trained {node.get('_target_')}, and only model=hf has a directory to begin"
                 " with; leave format out for a file of weights"
             )
-        return TrainedModel(run, node, (tree.get("data") or {}).get("tokenizer"))
+        return HuggingFaceRun(run, node, (tree.get("data") or {}).get("tokenizer"))
 
     @property
     def path(self) -> Path:

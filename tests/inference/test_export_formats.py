@@ -11,7 +11,7 @@ import yaml
 
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.huggingface import transformers
-from gpipe_cli.inference.export import hf_directory
+from gpipe_cli.inference import export_formats
 from gpipe_cli.models.hf.pretrained import build
 from gpipe_cli.runs.snapshots.manifest import snapshot_path
 from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
@@ -36,7 +36,7 @@ def trained_run(run: Path, directory: Path, **keys: Any) -> dict[str, torch.Tens
     path.parent.mkdir(parents=True)
     record = TrainingRecord(Position(1, 1.0), None, 1, 0, 1, versions(), {})
     write_snapshot(path, module_state(model), record, lambda: None)
-    node = {"_target_": hf_directory.TARGET, "path": str(directory), "dtype": keys.get("dtype")}
+    node = {"_target_": export_formats.TARGET, "path": str(directory), "dtype": keys.get("dtype")}
     config = {"model": node, "data": {"tokenizer": str(directory)}}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     return model.state_dict()
@@ -61,7 +61,7 @@ def test_from_pretrained_loads_the_bits_of_the_snapshot(
     changes: dict[str, Any],
     keys: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(hf_directory, "MAX_SHARD", "5KB")
+    monkeypatch.setattr(export_formats, "MAX_SHARD", "5KB")
     directory = save_model(tmp_path / "model", auto, tiny_config(kind, **changes))
     (directory / "tokenizer.json").write_text("{}")
     (directory / "notes.bin").write_text("not a part of the model")

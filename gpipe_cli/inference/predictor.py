@@ -17,8 +17,8 @@ from gpipe_cli.data.transforms import Transform
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, DataError, NumericError
+from gpipe_cli.inference.inference_spec import CLASSIFICATION, OTHER, SEGMENTATION, InferenceSpec
 from gpipe_cli.inference.inputs import Images, InputFile, PreparedInput
-from gpipe_cli.inference.spec import CLASSIFICATION, OTHER, SEGMENTATION, InferenceSpec
 from gpipe_cli.losses.measures import main_scores
 from gpipe_cli.pytree import ModelInput, flatten, unflatten
 from gpipe_cli.report.formatting import describe

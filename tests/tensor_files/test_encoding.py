@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe_cli.runs.snapshots.tensors import decode, encode, unsupported_reason
-from gpipe_cli.tensor_files.tensor_file import DTYPES, BadTensors
+from gpipe_cli.tensor_files.tensor_file import DTYPES, BadTensors, decode, encode, unsupported_reason
 
 
 def file_of(tensors: dict[str, Tensor]) -> bytearray:

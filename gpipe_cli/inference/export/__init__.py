@@ -1,1 +1,0 @@
-"""The directories that `gpipe export` writes for the libraries of Hugging Face."""
