@@ -212,23 +212,6 @@ def test_deferred_batch_norm_forgets_a_mini_batch_that_failed() -> None:
     assert torch.equal(pipe[0].running_mean, torch.zeros(2))
 
 
-def test_every_member_of_a_tuple_is_carried_over_a_boundary() -> None:
-    """torchgpipe's bug 7: only the first tensor of a tuple was waited for."""
-
-    class Two(nn.Module):
-        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-            return input * 2, input * 3
-
-    class Sum(nn.Module):
-        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-            return pair[0] + pair[1]
-
-    input = torch.ones(4, 1, requires_grad=True)
-    with GPipe(nn.Sequential(Two(), Sum()), [1, 1], chunks=2) as pipe:
-        pipe(input).sum().backward()
-    assert torch.equal(input.grad, torch.full((4, 1), 5.0))
-
-
 def test_the_training_script_of_the_logging_guide_runs_without_a_gpu(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -87,7 +87,7 @@ def all_cases() -> list[Case]:
             BALANCES,
             [1, 2, 3, 4, 7],
             ["always", "except_last", "never"],
-            ["gpipe", "1f1b", "interleaved"],
+            ["gpipe", "1f1b", "interleaved", "zero_bubble"],
             [torch.float32, torch.float64],
         )
     ]
@@ -139,7 +139,7 @@ hides_warnings = pytest.mark.filterwarnings(
 @hides_warnings
 @pytest.mark.timeout(120)
 # In 6876, looking for leaks gave a stale view its node too early, and so changed the order of a sum.
-@pytest.mark.parametrize("seed", [*range(200), 6876])
+@pytest.mark.parametrize("seed", [*range(60), 6876])
 def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
     """5,500 random pipes found 26 that did not: wrong gradients, other errors, bits that depended on the split."""
     pipe = random_pipe(seed)
@@ -149,9 +149,9 @@ def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
 @hides_warnings
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", range(200, 2400, 50))
+@pytest.mark.parametrize("first", range(60, 2460, 60))
 def test_every_random_pipe_does_what_plain_autograd_does(first: int) -> None:
-    pipes = [random_pipe(seed) for seed in range(first, first + 50)]
+    pipes = [random_pipe(seed) for seed in range(first, first + 60)]
     assert {pipe: differences for pipe in pipes if (differences := mismatches(pipe))} == {}
 
 
@@ -209,7 +209,7 @@ class RandomDelay(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_fifty_runs_with_random_delays_have_one_result(frequent_thread_switches: None, schedule: str) -> None:
+def test_runs_with_random_delays_have_one_result(frequent_thread_switches: None, schedule: str) -> None:
     clock = random.Random(0)
     torch.manual_seed(0)
     layers = [
@@ -225,7 +225,7 @@ def test_fifty_runs_with_random_delays_have_one_result(frequent_thread_switches:
     fresh = copy.deepcopy(model.state_dict())
     results = set()
     with GPipe(model, [2, 2, 2], chunks=3, schedule=schedule) as pipe:
-        for _ in range(50):
+        for _ in range(20):
             model.load_state_dict(fresh)
             pipe.zero_grad()
             loss, output = pipe.step(input, target, functional.cross_entropy, key=7, return_output=True)

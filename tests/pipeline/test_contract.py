@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gpipe_cli import GPipe, current_microbatch
+from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.torch_internals.tensors import copy_memory
@@ -115,34 +115,6 @@ class Lstm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return self.lstm(input.unsqueeze(1).expand(-1, 4, -1))[0][:, -1]
-
-
-class LooksAtGradMode(nn.Module):
-    def forward(self, input: Tensor) -> Tensor:
-        return input * (2.0 if torch.is_grad_enabled() else 3.0)
-
-
-class OwnGradient(nn.Module):
-    """The forces of an energy: the layer runs a backward inside its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.energy = nn.Linear(WIDTH, 1)
-
-    def forward(self, input: Tensor) -> Tensor:
-        point = input if input.requires_grad else input.detach().requires_grad_()
-        (forces,) = torch.autograd.grad(self.energy(point.tanh()).sum(), point, create_graph=True)
-        return input + forces
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("layer", [Lstm, LooksAtGradMode, OwnGradient])
-def test_a_layer_runs_with_grad_mode_on_under_every_checkpoint_mode(
-    layer: type[nn.Module], checkpoint: str
-) -> None:
-    """An LSTM computed other bits in a checkpointed forward, which ran without grad mode."""
-    torch.manual_seed(0)
-    compare([nn.Linear(WIDTH, WIDTH), layer(), nn.Linear(WIDTH, WIDTH)], [2, 1], checkpoint=checkpoint)
 
 
 def test_what_autograd_saves_in_a_checkpointed_forward_is_dropped_when_its_layer_has_returned() -> None:
@@ -264,26 +236,6 @@ def test_a_buffer_that_layers_do_not_change_has_one_copy_for_all_micro_batches()
             pipe.step(*batch(), functional.mse_loss)
         state = pipe._runner.partitions[0].state
         assert len(state._copies) == 1 and all(copy is not None for copy in state._copies.values())
-
-
-class LateGradient(nn.Module):
-    """Hands on a tensor that is detached in the first step and tracked later."""
-
-    at_step = 0
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        second = input.sigmoid()
-        return input, second if self.at_step else second.detach()
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_an_output_that_is_tracked_later_gets_its_gradient(checkpoint: str) -> None:
-    torch.manual_seed(0)
-    compare(
-        [nn.Linear(WIDTH, WIDTH), LateGradient(), Do(lambda pair: pair[0] + 3 * pair[1])],
-        [2, 1],
-        checkpoint=checkpoint,
-    )
 
 
 class ParameterCount(nn.Module):
@@ -542,18 +494,6 @@ def test_a_view_may_be_read_next_door_and_not_written(
         pipe.step(*batch(), functional.mse_loss)
 
 
-@pytest.mark.parametrize("checkpoint", [("always", "never"), ("never", "always"), "always", "never"])
-def test_a_partition_that_passes_its_input_through_does_not_need_it_after_the_next_wrote_it(
-    checkpoint: str | tuple[str, str],
-) -> None:
-    """It was refused because "its input was changed", though its recompute could have had a copy."""
-    compare(
-        [nn.Identity(), Do(lambda x: x), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)],
-        [2, 2],
-        checkpoint=checkpoint,
-    )
-
-
 def test_a_skip_that_is_written_after_its_stash_does_not_cross() -> None:
     @skippable(stash=["early"])
     class Stash(nn.Module):
@@ -714,22 +654,6 @@ def test_recompute_does_not_change_the_buffers_of_a_loss(form: str, checkpoint: 
 # A backward in two halves.
 
 
-class TensorHook(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.runs = 0
-
-    def forward(self, input: Tensor) -> Tensor:
-        output = self.linear(input)
-        output.register_hook(self.double)
-        return output
-
-    def double(self, gradient: Tensor) -> Tensor:
-        self.runs += 1
-        return gradient * 2
-
-
 class Reentrant(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -737,64 +661,6 @@ class Reentrant(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         return torch_checkpoint(self.second, self.first(input), use_reentrant=True)
-
-
-class Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        return input * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        input, weight = ctx.saved_tensors
-        ctx.runs = getattr(ctx, "runs", 0) + 1
-        assert ctx.runs == 1, "a custom node ran twice"
-        return gradient * weight, (gradient * input).sum(0)
-
-
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, input: Tensor) -> Tensor:
-        return Scaled.apply(input, self.weight)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("layer", [TensorHook, Reentrant, Custom])
-def test_a_graph_that_must_not_run_in_halves_runs_as_one_backward(
-    layer: type[nn.Module], schedule: str, checkpoint: str
-) -> None:
-    """zero_bubble applied a tensor hook twice to weights, and failed with a reentrant checkpoint."""
-    torch.manual_seed(0)
-    hooked = layer()
-    compare(
-        [nn.Linear(WIDTH, WIDTH), hooked, nn.Tanh(), nn.Linear(WIDTH, WIDTH)],
-        [2, 2],
-        schedule=schedule,
-        checkpoint=checkpoint,
-    )
-    assert getattr(hooked, "runs", 12) == 12  # once for each micro-batch of three steps
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_a_micro_batch_that_is_not_split_among_others_keeps_the_order_of_sums(index: int) -> None:
-    """Its weights' gradients were added before those that earlier micro-batches had left for later."""
-
-    class SometimesHooked(nn.Linear):
-        def forward(self, input: Tensor) -> Tensor:
-            output = super().forward(input)
-            micro_batch = current_microbatch()
-            if micro_batch is not None and micro_batch.index == index:
-                output.register_hook(lambda gradient: None)
-            return output
-
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), SometimesHooked(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    compare(layers, [1, 2], schedule="zero_bubble", checkpoint="never")
 
 
 def test_a_graph_that_can_run_in_halves_still_does() -> None:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.pipe import Pipe
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]
@@ -245,21 +244,6 @@ def test_an_exception_that_cannot_be_noted_or_shown_still_arrives(
         return model[0].register_forward_pre_hook(lambda module, input: raising(error)(input[0])).remove
 
     check_failure([nn.Linear(2, 2), Applied(Saving), nn.Linear(2, 2)], arm, call, error)
-
-
-@pytest.mark.parametrize("error", [CannotBeNoted, CannotBeExplained, FatalToTheDiagnosis, Slotted])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_the_plain_pipe_raises_it_too(error: type[Exception], phase: str) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), Applied(Saving), nn.Linear(2, 2))
-    pipe = plain_pipe(model, chunks=2)
-    if phase == "backward":
-        handle = model[0].weight.register_hook(raising(error))
-    else:
-        handle = model[0].register_forward_pre_hook(lambda module, input: raising(error)(input[0]))
-    with pytest.raises(error):
-        run(pipe, "step")
-    handle.remove()
-    run(pipe, "step")
 
 
 @pytest.mark.parametrize("helper", DIAGNOSIS)

@@ -19,7 +19,6 @@ from gpipe_cli import GPipe, current_microbatch, is_recomputing
 from gpipe_cli.errors import StepTimeout
 from gpipe_cli.pipeline.action_loop import ActionLoop
 from gpipe_cli.pipeline.failures import add_note
-from gpipe_cli.pipeline.gpipe import plain_pipe
 
 
 class Ouch(Exception):
@@ -300,41 +299,6 @@ def test_a_partition_that_never_returns_trips_the_watchdog(capfd: pytest.Capture
     pipe.step_timeout = 60
     assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1)), "the pipe is usable again"
     pipe.close()
-
-
-class Unspeakable(Exception):
-    """Raises whatever is asked of it."""
-
-    def __str__(self) -> str:
-        raise ZeroDivisionError
-
-    __repr__ = __str__
-
-    def add_note(self, note: str) -> None:
-        raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_an_error_that_cannot_be_described_reaches_the_caller_all_the_same(backward: bool) -> None:
-    class Fails(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            if not backward:
-                raise error
-            return RaiseInBackward.apply(input, error)
-
-    error = Unspeakable()
-    for each in (
-        GPipe(nn.Sequential(nn.Linear(2, 2), Fails(), nn.Linear(2, 2)), [1, 2], chunks=2),
-        plain_pipe(nn.Sequential(nn.Linear(2, 2), Fails()), chunks=2),
-    ):
-        caught: BaseException | None = None
-        try:
-            # Closed, because the error and the graph that holds it keep each other, and the pipe, alive.
-            with each as pipe:
-                pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
-        except Unspeakable as raised:
-            caught = raised
-        assert caught is error
 
 
 def test_a_description_that_raises_leaves_the_error_without_a_note() -> None:

@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_cli.pipeline.gpipe import plain_pipe
-from gpipe_cli.pipeline.layer import UnkeyedRandomWarning
 
 
 def gradients(pipe: nn.Module) -> list[torch.Tensor]:
@@ -111,33 +110,6 @@ def test_the_key_alone_decides_every_random_number() -> None:
     assert not torch.equal(outputs(1), outputs(2))
 
 
-def test_without_a_key_manual_seed_governs_the_step() -> None:
-    pipe = plain_pipe(nn.Sequential(nn.Dropout(0.5)), chunks=2)
-    input = torch.ones(8, 8)
-    outputs = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        outputs.append(pipe(input))
-    assert torch.equal(*outputs)
-    assert not torch.equal(pipe(input), pipe(input))
-
-
-def test_different_layers_and_micro_batches_draw_different_masks() -> None:
-    class Keep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.masks: list[torch.Tensor] = []
-
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            self.masks.append(functional.dropout(torch.ones(64), 0.5))
-            return input
-
-    model = nn.Sequential(Keep(), Keep())
-    plain_pipe(model, chunks=2)(torch.zeros(2, 1))
-    masks = [tuple(mask.tolist()) for layer in model for mask in layer.masks]
-    assert len(set(masks)) == 4
-
-
 def test_every_random_function_without_a_generator_of_its_own_is_keyed() -> None:
     class Noise(nn.Module):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -154,33 +126,6 @@ def test_every_random_function_without_a_generator_of_its_own_is_keyed() -> None
         pipe.step(torch.ones(4, 4, requires_grad=True), torch.zeros(4, 4), functional.mse_loss, key=5)
     )
     assert torch.equal(*loss)
-
-
-def test_a_generator_of_the_layers_own_is_told_by_the_layers_name_and_only_once() -> None:
-    class Own(nn.Module):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return input + torch.rand(input.shape, generator=torch.Generator())
-
-    pipe = plain_pipe(nn.Sequential(nn.Dropout(), Own()), chunks=2)
-    with pytest.warns(
-        UnkeyedRandomWarning, match=r"layer '1' \(Own\) .* a torch\.Generator of its own"
-    ) as warned:
-        pipe(torch.ones(4, 2))
-        pipe(torch.ones(4, 2))
-    assert len(warned) == 1
-
-
-def test_a_layer_that_begins_to_draw_later_is_keyed_from_its_first_draw() -> None:
-    dropout = nn.Dropout(0.0)
-    pipe = plain_pipe(nn.Sequential(dropout))
-    input = torch.ones(8, 8)
-    pipe(input)
-    dropout.p = 0.5
-    torch.manual_seed(0)
-    first = pipe(input)
-    torch.manual_seed(0)
-    assert torch.equal(first, pipe(input))
-    assert not torch.equal(first, pipe(input))
 
 
 def test_target_and_input_of_different_length_are_refused() -> None:

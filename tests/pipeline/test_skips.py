@@ -13,10 +13,9 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe, current_microbatch, is_recomputing
 from gpipe_cli.pipeline.gpipe import plain_pipe
-from gpipe_cli.skip import Namespace, pop, skippable, stash
+from gpipe_cli.skip import pop, skippable, stash
 
 MODES = ["always", "except_last", "never"]
-SCHEDULES = ["gpipe", "1f1b", "interleaved"]
 
 
 @skippable(stash=["a"])
@@ -40,89 +39,6 @@ class Pop(nn.Module):
     def forward(self, input: Tensor):
         skip = yield pop("a")
         return self.linear(input) if skip is None else self.linear(input) * skip
-
-
-class Nested(nn.Module):
-    """A skippable layer inside a layer: torchgpipe did not see it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.inner(input)
-
-
-def assert_equal_to_plain(model: nn.Sequential, pipe: GPipe) -> None:
-    plain = plain_pipe(copy.deepcopy(model), chunks=pipe.chunks)
-    input, target = torch.randn(6, 4), torch.randn(6, 4)
-    for key in range(2):
-        losses = [each.step(input, target, functional.mse_loss, key=key) for each in (pipe, plain)]
-        assert torch.equal(*losses)
-    for (name, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad), name
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2], [1, 1, 2], [2, 1, 1], [1, 1, 1, 1]])
-def test_a_skip_goes_straight_to_where_it_is_popped(
-    balance: list[int], checkpoint: str, schedule: str
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(Stash(), nn.Linear(4, 4), nn.Tanh(), Nested(Pop()))
-    with GPipe(model, balance, chunks=3, checkpoint=checkpoint, schedule=schedule) as pipe:
-        assert_equal_to_plain(model, pipe)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_skips_of_several_namespaces_cross_each_other(checkpoint: str) -> None:
-    torch.manual_seed(0)
-    first, second = Namespace(), Namespace()
-    layers = [
-        Stash().isolate(first),
-        Stash().isolate(second),
-        nn.Tanh(),
-        Pop().isolate(first),
-        Pop().isolate(second),
-    ]
-    model = nn.Sequential(*layers)
-    with GPipe(model, [1, 1, 1, 1, 1], chunks=3, checkpoint=checkpoint, schedule="1f1b") as pipe:
-        assert_equal_to_plain(model, pipe)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_none_may_be_skipped(checkpoint: str) -> None:
-    @skippable(stash=["a"])
-    class StashNone(nn.Module):
-        def forward(self, input: Tensor):
-            yield stash("a", None)
-            return input * 2
-
-    model = nn.Sequential(StashNone(), nn.Linear(4, 4), Pop())
-    with GPipe(model, [1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe:
-        pipe(torch.ones(4, 4)).sum().backward()
-        assert pipe[2].module.linear.weight.grad is not None
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_an_integer_skip_needs_no_gradient(checkpoint: str) -> None:
-    @skippable(stash=["a"])
-    class StashPlaces(nn.Module):
-        def forward(self, input: Tensor):
-            yield stash("a", input.argmax(1, keepdim=True))
-            return input * 2
-
-    @skippable(pop=["a"])
-    class Pick(nn.Module):
-        def forward(self, input: Tensor):
-            places = yield pop("a")
-            return input.gather(1, places)
-
-    with GPipe(
-        nn.Sequential(StashPlaces(), nn.Linear(4, 4), Pick()), [1, 1, 1], chunks=2, checkpoint=checkpoint
-    ) as pipe:
-        pipe(torch.randn(4, 4, requires_grad=True)).sum().backward()
 
 
 @pytest.mark.parametrize("checkpoint", MODES)

@@ -11,7 +11,6 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.boundary import GradSink, PartitionInput, enter, roots_of
-from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.split_backward import SplitBackward
 from gpipe_cli.pytree import SINGLE
 
@@ -75,24 +74,6 @@ def test_a_weight_used_twice_makes_a_split_impossible() -> None:
     functional.mse_loss(plain(torch.ones(4, 4)), torch.zeros(4, 4)).backward()
     for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize(("balance", "chunks"), [([5], 3), ([2, 3], 8), ([1, 2, 2], 2), ([1, 1, 1, 1, 1], 7)])
-def test_zero_bubble_gives_the_gradients_of_the_plain_sequence(
-    balance: list[int], chunks: int, checkpoint: str
-) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 6), nn.Dropout(0.2), nn.LayerNorm(6), nn.ReLU(inplace=True), nn.Linear(6, 3)]
-    model = nn.Sequential(*layers).double()
-    plain = plain_pipe(copy.deepcopy(model), chunks=chunks)
-    input, target = torch.randn(16, 6).double(), torch.randn(16, 3).double()
-    with GPipe(model, balance, chunks=chunks, checkpoint=checkpoint, schedule="zero_bubble") as pipe:
-        for key in range(2):
-            losses = [each.step(input, target, functional.mse_loss, key=key) for each in (pipe, plain)]
-            assert torch.equal(*losses)
-        for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
 
 def test_loss_backward_and_retain_graph_go_through_both_halves() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,8 +13,6 @@ from torch.nn import functional
 import gpipe_cli
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import plain_pipe
-from gpipe_cli.skip import pop, skippable, stash
-from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
 CHECKPOINTS = ["always", "except_last", "never"]
 pytestmark = pytest.mark.timeout(60)
@@ -37,14 +32,6 @@ class Do(nn.Module):
         return self.function(value)
 
 
-def balances(layers: int) -> list[list[int]]:
-    return [
-        [end - begin for begin, end in itertools.pairwise([0, *cuts, layers])]
-        for count in range(layers)
-        for cuts in itertools.combinations(range(1, layers), count)
-    ]
-
-
 def same(expected: Any, given: Any) -> None:
     """Equal to the bit, containers and passengers included."""
     assert type(given) is type(expected)
@@ -60,62 +47,6 @@ def same(expected: Any, given: Any) -> None:
             same(mine, theirs)
     else:
         assert given == expected
-
-
-VALUES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
-    "a number": (lambda x: (x, 3), lambda v: v[0] * v[1]),
-    "a word": (lambda x: (x, "word"), lambda v: v[0] * len(v[1])),
-    "None": (lambda x: (None, x, None), lambda v: v[1] if v[0] is None else v[0]),
-    "a fraction first": (lambda x: (0.5, x), lambda v: v[0] * v[1]),
-    "a truth": (lambda x: (True, x), lambda v: v[1] if v[0] is True else -v[1]),
-    "a list": (lambda x: [x, x * 2], lambda v: v.pop() + v.pop()),
-    "a dict": (lambda x: {"a": x, "b": {"c": x * 2}}, lambda v: v["a"] + v["b"]["c"]),
-    "an ordered dict": (lambda x: OrderedDict(z=x, a=x * 2), lambda v: next(iter(v.values())) * 3),
-    "a named tuple": (lambda x: Point(x, "note"), lambda v: v.main * len(v.note)),
-    "nested named tuples": (
-        lambda x: Point(Point(x, [x * 2, None]), {"k": (1, x * 3)}),
-        lambda v: v.main.main + v.main.note[0] + v.note["k"][1] * v.note["k"][0],
-    ),
-    "an empty tuple inside": (lambda x: (x, (), [], {}), lambda v: v[0] * (1 + len(v[1]))),
-    "a tensor without grad": (lambda x: (x, torch.arange(len(x))), lambda v: v[0] * v[1][:, None]),
-    "a tensor without rows": (lambda x: (x, x.mean(), torch.tensor(2)), lambda v: v[0] * v[1] * v[2]),
-    "a tensor with other rows": (lambda x: (x, x.mean(0)), lambda v: v[0] + v[1]),
-    "a shape": (lambda x: (x, x.shape[1:]), lambda v: v[0] * v[1][0]),
-    "a dtype": (lambda x: (x, torch.float32), lambda v: v[0].to(v[1])),
-}
-
-
-def plain_result(model: nn.Sequential, input: Tensor, chunks: int) -> list[Tensor]:
-    outputs = []
-    for piece in input.tensor_split(chunks):
-        with use_skip_tracker(DictionarySkipTracker()):
-            output = model(piece)
-        (functional.mse_loss(output, torch.zeros_like(output)) * (len(piece) / len(input))).backward()
-        outputs.append(output.detach())
-    return [torch.cat(outputs), *(leaf.grad for leaf in model.parameters())]
-
-
-def step_result(pipe: Any, input: Tensor) -> list[Tensor]:
-    pipe.zero_grad()
-    _, output = pipe.step(input, torch.zeros(len(input), 3), functional.mse_loss, key=0, return_output=True)
-    return [output, *(leaf.grad for leaf in pipe.parameters())]
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("kind", VALUES)
-def test_any_value_passes_between_layers_and_partitions(kind: str, checkpoint: str) -> None:
-    """`return x, 3` was an AttributeError inside one partition and a TypeError between two."""
-    make, use = VALUES[kind]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), Do(make), nn.Identity(), Do(use), nn.Linear(3, 3))
-    input = torch.randn(4, 3)
-    expected = plain_result(copy.deepcopy(model), input, chunks=2)
-    for balance in ([5], [1, 1, 1, 1, 1], [2, 3], [3, 2]):
-        with GPipe(copy.deepcopy(model), balance, chunks=2, checkpoint=checkpoint) as pipe:
-            pipe.step_timeout = 20
-            for _ in range(2):
-                same(expected, step_result(pipe, input))
-    same(expected, step_result(plain_pipe(model, chunks=2), input))
 
 
 OUTPUTS: dict[str, Callable[[Tensor], Any]] = {
@@ -154,26 +85,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [tensor for item in items for tensor in tensors_in(item)]
 
 
-def test_a_layer_may_change_the_container_it_was_given_without_harm_to_recomputation() -> None:
-    """A list that a layer emptied in the forward would be empty when it is recomputed."""
-
-    def make(x: Tensor) -> list[Any]:
-        return [x, x * 2, {"n": 1}]
-
-    def use(value: list[Any]) -> Tensor:
-        value[2]["n"] += 1
-        return value.pop(0) * value.pop(0) * value.pop(0)["n"]
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3), Do(make), Do(use), nn.Linear(3, 3))
-    input = torch.randn(4, 3)
-    expected = plain_result(copy.deepcopy(model), input, chunks=2)
-    for balance in balances(4):
-        with GPipe(copy.deepcopy(model), balance, chunks=2, checkpoint="always") as pipe:
-            for _ in range(2):
-                same(expected, step_result(pipe, input))
-
-
 class Add(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -208,14 +119,6 @@ def test_several_inputs_are_given_as_one_value(form: Callable[[Any], Any], plain
         (functional.mse_loss(model((first, second)), target) * (len(first) / 5)).backward()
     for gradient, each in zip(mine, inputs, strict=True):
         assert torch.equal(gradient, each.grad)
-
-
-def test_an_input_may_carry_passengers() -> None:
-    with GPipe(
-        nn.Sequential(Do(lambda v: v["x"] * v["n"] if v["flag"] is None else v), nn.Identity()), [1, 1]
-    ) as pipe:
-        pipe.chunks = 2
-        assert torch.equal(pipe({"x": torch.ones(4, 3), "n": 2, "flag": None}), torch.full((4, 3), 2.0))
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
@@ -282,87 +185,6 @@ def test_what_cannot_be_split_is_refused_by_its_place_and_reason(
         assert word in str(caught.value).lower()
 
 
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, input: Tensor):
-        yield stash("skip", input)
-        return input
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, input: Tensor):
-        skip = yield pop("skip")
-        return input * skip
-
-
-class Residual(nn.Module):
-    """Uses its input twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input + self.linear(input).tanh()
-
-
-CROSSING: dict[str, Callable[[], list[nn.Module]]] = {
-    "as value and as skip": lambda: [
-        nn.Linear(3, 3),
-        Stash(),
-        nn.Tanh(),
-        nn.Linear(3, 3),
-        Pop(),
-        nn.Linear(3, 3),
-    ],
-    "as value and as skip, used twice by a layer": lambda: [
-        nn.Linear(3, 3),
-        Stash(),
-        Residual(),
-        nn.Linear(3, 3),
-        Pop(),
-        nn.Linear(3, 3),
-    ],
-    "twice in a tuple": lambda: [
-        nn.Linear(3, 3),
-        Do(lambda x: (x, x)),
-        Do(lambda v: (v[0].tanh(), v[1])),
-        Do(lambda v: v[0] * v[1] + v[0].sigmoid()),
-        nn.Linear(3, 3),
-    ],
-    "three times in a tuple": lambda: [
-        nn.Linear(3, 3),
-        Do(lambda x: (x, x, x)),
-        Do(lambda v: (v[0].tanh(), v[1].sigmoid(), v[2])),
-        Do(lambda v: v[0] * v[1] + v[2].exp()),
-        nn.Linear(3, 3),
-    ],
-    "in a tuple through several partitions": lambda: [
-        nn.Linear(3, 3),
-        Do(lambda x: (x, x.tanh(), x)),
-        Do(lambda v: (v[0] * v[1], v[2])),
-        Do(lambda v: (v[0].exp(), v[1])),
-        Do(lambda v: v[0] * v[1]),
-    ],
-}
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-@pytest.mark.parametrize("kind", CROSSING)
-def test_bits_do_not_depend_on_the_split_when_a_tensor_crosses_twice(kind: str, seed: int) -> None:
-    """Its gradients were added up in another order: 1 ulp."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(*CROSSING[kind]())
-    input = torch.randn(6, 3)
-    expected = plain_result(copy.deepcopy(model), input, chunks=2)
-    for checkpoint, balance in itertools.product(["always", "never"], balances(len(model))):
-        with GPipe(copy.deepcopy(model), balance, chunks=2, checkpoint=checkpoint) as pipe:
-            pipe.step_timeout = 20
-            for mine, theirs in zip(step_result(pipe, input), expected, strict=True):
-                assert torch.equal(mine, theirs), (balance, checkpoint)
-
-
 class Convertible:
     """Whatever str() and int() take."""
 
@@ -383,10 +205,6 @@ def test_chunks_and_checkpoint_are_converted_as_in_torchgpipe() -> None:
     assert (pipe.chunks, pipe.checkpoint) == (42, "always")
     assert type(pipe.chunks) is int
     assert type(pipe.checkpoint) is str
-
-
-def test_a_tensor_without_dimensions_passes_an_empty_pipe() -> None:
-    assert torch.equal(GPipe(nn.Sequential(), balance=[])(torch.tensor(42)), torch.tensor(42))
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
