@@ -57,8 +57,8 @@ def rank_pipe(
 ) -> Pipe:
     """Only the partitions of this process have storage."""
     pipe = Pipe(module, chunks, deferred_batch_norm)
-    runner = RankRunner(pipe.module, pipe.divide(balance), coords, schedule)
-    return pipe.run_by(runner, [coords.device], checkpoint)
+    runner = RankRunner(pipe.module, pipe._divide(balance), coords, schedule)
+    return pipe._run_by(runner, [coords.device], checkpoint)
 
 
 def rank_of_layer(balance: Sequence[int], coords: RankCoords) -> list[int]:

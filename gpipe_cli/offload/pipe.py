@@ -50,8 +50,8 @@ def offloaded_pipe(
 ) -> Pipe:
     """stores: one per device, which bring its partitions there."""
     pipe = Pipe(module, chunks, deferred_batch_norm)
-    executor = _executor(pipe.divide(balance), devices, stores, schedule)
-    return pipe.run_by(executor, list(devices), checkpoint)
+    executor = _executor(pipe._divide(balance), devices, stores, schedule)
+    return pipe._run_by(executor, list(devices), checkpoint)
 
 
 def _executor(
@@ -100,8 +100,8 @@ class OffloadModel(Pipe):
         tier.reserve(sum(layer_bytes(sequence)))
         self._prefetcher = SlicePrefetcher(parameters.store(tier), tier, self.device)
         store = _WithGradients(self._prefetcher, self.device)
-        executor = _executor(self.divide(balance), [self.device], [store])
-        self.run_by(executor, [self.device], "always" if checkpoint_activation else "never")
+        executor = _executor(self._divide(balance), [self.device], [store])
+        self._run_by(executor, [self.device], "always" if checkpoint_activation else "never")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Output:
         if kwargs:

@@ -56,7 +56,7 @@ class GPipe(Pipe):
         self._check_balance()
         chosen = choose_devices(devices, len(self.balance), repeats=schedule_traits.several_per_device)
         placed = placed_devices(schedule_traits, chosen, len(self.balance))
-        division = self.divide(self.balance)
+        division = self._divide(self.balance)
         move_to_devices(division.modules, placed)
         # Without layers a pipe is the identity, and so is a partition without layers.
         partitions = division.partitions(placed) or [
@@ -65,7 +65,7 @@ class GPipe(Pipe):
         workers = max(1, len(chosen))
         executor = Executor(partitions, partial(order, schedule), workers, division.batch_norms)
         executor.timeout = step_timeout
-        self.run_by(executor, chosen, modes)
+        self._run_by(executor, chosen, modes)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         if asks_for_device(args, kwargs):
@@ -107,14 +107,14 @@ def plain_pipe(
     """
     pipe = Pipe(module, chunks, deferred_batch_norm)
     balance = [len(pipe)] if balance is None else balance
-    division = pipe.divide(balance)
+    division = pipe._divide(balance)
     executor = Executor(
         division.partitions([device]),
         lambda partitions, chunks, workers: one_by_one(partitions, chunks, devices=1),
         workers=0,
         batch_norms=division.batch_norms,
     )
-    return pipe.run_by(executor, [device], checked_checkpoint(checkpoint, len(balance)))
+    return pipe._run_by(executor, [device], checked_checkpoint(checkpoint, len(balance)))
 
 
 def placed_devices(

@@ -80,7 +80,7 @@ class Division:
 
 
 class Pipe(nn.Module):
-    """Constructed by functions and subclasses that call `divide` and `run_by`."""
+    """Constructed by functions and subclasses that call `_divide` and `_run_by`."""
 
     _runner: Runner
     checkpoint: Checkpoint
@@ -117,7 +117,7 @@ class Pipe(nn.Module):
         self.register_load_state_dict_pre_hook(_rename_keys_of_parent)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_report_own_names)  # type: ignore[no-untyped-call]
 
-    def divide(self, balance: Sequence[int]) -> Division:
+    def _divide(self, balance: Sequence[int]) -> Division:
         """Make `partitions`; from then on, replacing a layer in them raises, as does a hook on one of them."""
         modules = partition_modules(self.module, self._layers, balance)
         for index, module in enumerate(modules):
@@ -126,7 +126,7 @@ class Pipe(nn.Module):
         self.__dict__["partitions"] = modules
         return Division(modules, self._layers, balance, self._batch_norms)
 
-    def run_by(self, runner: Runner, devices: list[torch.device], checkpoint: Checkpoint) -> Self:
+    def _run_by(self, runner: Runner, devices: list[torch.device], checkpoint: Checkpoint) -> Self:
         self._runner, self.devices, self.checkpoint = runner, devices, checkpoint
         return self
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,21 +21,21 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import plain_pipe
-from gpipe_cli.skip import pop, skippable, stash
-from gpipe_cli.torch_internals.tensors import copy_memory
-
-CHECKPOINTS = ["always", "except_last", "never"]
-SCHEDULES = ["gpipe", "1f1b", "zero_bubble"]
-WIDTH = 6
-
-
-class Do(nn.Module):
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value)
+from tests.support.pipes import (
+    CHECKPOINTS,
+    SCHEDULES,
+    WIDTH,
+    Do,
+    Pop,
+    Stash,
+    assert_same,
+    batch,
+    compare,
+    enter_step,
+    linear,
+    pipe_steps,
+    plain_steps,
+)
 
 
 class Holder(nn.Module):
@@ -46,75 +47,7 @@ class Holder(nn.Module):
         return self.module(input)
 
 
-def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(1)
-    return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
-
-
-def plain_steps(
-    model: nn.Module, loss: Callable[..., Tensor], steps: int, chunks: int, *, weighted: bool = True
-) -> list[Tensor]:
-    """The loss of each step by plain autograd, micro-batch by micro-batch; gradients add up."""
-    input, target = batch()
-    losses = []
-    for step in range(steps):
-        _enter_step(model, step)
-        total = []
-        for part, wanted in zip(input.tensor_split(chunks), target.tensor_split(chunks), strict=True):
-            share = len(part) / len(input) if weighted else 1
-            each = loss(model(*copy_memory([part])), wanted) * share
-            each.backward()
-            total.append(each.detach())
-        losses.append(torch.stack(total).sum())
-    return losses
-
-
-def pipe_steps(pipe: Any, loss: Callable[..., Tensor], steps: int, **options: Any) -> list[Tensor]:
-    input, target = batch()
-    losses = []
-    for step in range(steps):
-        _enter_step(pipe, step)
-        losses.append(pipe.step(input.clone(), target, loss, key=step, **options))
-    return losses
-
-
-def _enter_step(model: nn.Module, step: int) -> None:
-    for module in model.modules():
-        if hasattr(module, "at_step"):
-            module.at_step = step
-
-
-def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None), name
-        assert mine.grad is None or torch.equal(mine.grad, theirs.grad), name
-    for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
-        assert torch.equal(mine, theirs), name
-
-
-def compare(
-    layers: list[nn.Module], balance: list[int], *, steps: int = 3, chunks: int = 4, **options: Any
-) -> None:
-    """A pipe and plain autograd give the same losses, gradients and buffers, step after step."""
-    model = nn.Sequential(*layers)
-    plain = copy.deepcopy(model)
-    expected = plain_steps(plain, functional.mse_loss, steps, chunks)
-    with GPipe(model, balance, chunks=chunks, **options) as pipe:
-        given = pipe_steps(pipe, functional.mse_loss, steps)
-    assert all(map(torch.equal, given, expected))
-    assert_same(model, plain)
-
-
 # A checkpointed forward runs the code of its recompute.
-
-
-class Lstm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.lstm(input.unsqueeze(1).expand(-1, 4, -1))[0][:, -1]
 
 
 def test_what_autograd_saves_in_a_checkpointed_forward_is_dropped_when_its_layer_has_returned() -> None:
@@ -137,7 +70,7 @@ def test_what_autograd_saves_in_a_checkpointed_forward_is_dropped_when_its_layer
         alive.append(saved[-1]() is not None)
         return input * 1
 
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Do(Saves.apply), Do(look))
+    model = nn.Sequential(linear(), Do(Saves.apply), Do(look))
     with GPipe(model, [3], checkpoint="always") as pipe:
         pipe.step(*batch(), functional.mse_loss)
     assert alive == [False, True]  # forward, then recompute
@@ -149,7 +82,7 @@ def test_a_backward_through_earlier_layers_inside_a_checkpointed_forward_is_refu
             input.square().sum().backward(retain_graph=True)
             return input * 1
 
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Backwards())
+    model = nn.Sequential(linear(), nn.Tanh(), Backwards())
     with (
         GPipe(model, [3], checkpoint="always") as pipe,
         pytest.raises(
@@ -169,7 +102,7 @@ def test_an_input_that_is_not_dense_keeps_its_strides_in_the_first_step_and_in_l
         return input * 1
 
     wide = [nn.Linear(WIDTH, 8), Do(lambda x: x[:, :WIDTH]), Do(look)]
-    compare([*wide, nn.Linear(WIDTH, WIDTH)], [2, 2], checkpoint="always")
+    compare([*wide, linear()], [2, 2], checkpoint="always")
     assert set(seen) == {(8, 1)}
 
 
@@ -207,7 +140,7 @@ def test_a_buffer_changes_once_per_micro_batch_whenever_it_begins(
 ) -> None:
     """A buffer that began to change in step 2 counted twice, and one that began as None three times."""
     torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Count(how, begins), nn.Linear(WIDTH, WIDTH)]
+    layers = [linear(), Count(how, begins), linear()]
     model = nn.Sequential(*layers)
     plain = copy.deepcopy(model)
     expected = plain_steps(plain, functional.mse_loss, 3, 4)
@@ -231,7 +164,7 @@ def test_a_buffer_that_layers_do_not_change_has_one_copy_for_all_micro_batches()
         def forward(self, input: Tensor) -> Tensor:
             return input * self.mask
 
-    with GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Masked()), [2], chunks=4, checkpoint="always") as pipe:
+    with GPipe(nn.Sequential(linear(), Masked()), [2], chunks=4, checkpoint="always") as pipe:
         for _ in range(2):
             pipe.step(*batch(), functional.mse_loss)
         state = pipe._runner.partitions[0].state
@@ -266,7 +199,7 @@ def test_a_parameter_that_a_forward_writes_is_refused_under_checkpointing_and_co
     write: Callable[[nn.Module], object], begins: int
 ) -> None:
     """A frozen parameter that served as a counter counted twice."""
-    layers = [nn.Linear(WIDTH, WIDTH), ParameterCount(write, begins), nn.Linear(WIDTH, WIDTH)]
+    layers = [linear(), ParameterCount(write, begins), linear()]
     compare(copy.deepcopy(layers), [2, 1], checkpoint="never")
     with (
         GPipe(nn.Sequential(*layers), [2, 1], chunks=2, checkpoint="always") as pipe,
@@ -282,7 +215,7 @@ def test_a_parameter_that_a_forward_writes_is_refused_under_checkpointing_and_co
 def test_an_embedding_that_renormalizes_trains_without_checkpointing_and_is_refused_with() -> None:
     def layers() -> list[nn.Module]:
         torch.manual_seed(0)
-        return [nn.Embedding(9, WIDTH, max_norm=0.5), nn.Linear(WIDTH, WIDTH)]
+        return [nn.Embedding(9, WIDTH, max_norm=0.5), linear()]
 
     tokens, target = torch.arange(8) % 5, torch.randn(8, WIDTH)
     plain = nn.Sequential(*layers())
@@ -308,7 +241,7 @@ def test_every_failing_step_leaves_buffers_as_they_were(checkpoint: str) -> None
                 raise ValueError("now")
             return input * 1
 
-    layers = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Count("replace", 0), Fails()]
+    layers = [linear(), nn.BatchNorm1d(WIDTH), Count("replace", 0), Fails()]
     with GPipe(nn.Sequential(*layers), [3, 1], chunks=2, checkpoint=checkpoint) as pipe:
         for pipe[3].fails in (True, False, True, True):
             before = {name: (buffer, buffer.clone()) for name, buffer in pipe.named_buffers()}
@@ -330,7 +263,7 @@ def test_recompute_that_returns_other_tensors_is_refused() -> None:
             self.calls += 1
             return input * 1 if self.calls % 2 else input.detach()
 
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Forgetful(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(linear(), Forgetful(), linear())
     with (
         GPipe(model, [2, 1], checkpoint="always") as pipe,
         pytest.raises(
@@ -346,7 +279,7 @@ def test_recompute_that_returns_other_tensors_is_refused() -> None:
 
 def sharing_layers(module: nn.Module) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Linear(WIDTH, WIDTH), Holder(module), nn.Linear(WIDTH, WIDTH), Holder(module)]
+    return [linear(), Holder(module), linear(), Holder(module)]
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
@@ -372,7 +305,7 @@ def test_a_module_with_state_works_within_one_partition_and_is_refused_across_pa
                 ):
                     pipe.step(*batch(), functional.mse_loss)
             pipe.eval()
-            _enter_step(pipe, -1)
+            enter_step(pipe, -1)
             pipe(batch()[0]).sum().backward()  # nothing changes: it works
 
 
@@ -383,7 +316,7 @@ def test_a_buffer_that_two_layers_register_works_within_one_partition_and_is_ref
         torch.manual_seed(0)
         first, second = Count("add", 0), Count("add", 0)
         second.count = first.count
-        return [nn.Linear(WIDTH, WIDTH), first, second, nn.Linear(WIDTH, WIDTH)]
+        return [linear(), first, second, linear()]
 
     for checkpoint in ("never", "always"):
         compare(layers(), [4], checkpoint=checkpoint)
@@ -407,107 +340,70 @@ def test_a_parameter_that_partitions_share_may_be_read_and_not_written() -> None
                 with pytest.raises(
                     RuntimeError, match=r"'count'.* in its forward, and (another|other layers) "
                 ):
-                    _enter_step(pipe, 1)
+                    enter_step(pipe, 1)
                     pipe.step(*batch(), functional.mse_loss)
 
 
+# Memory that crosses a boundary under two names.
+
+
+class Hands(nn.Module):
+    """Hands on a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(WIDTH))
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return input, self.count
+
+
+def imaginary(input: Tensor) -> Tensor:
+    return torch.complex(input, input * 0.5)
+
+
+WRITERS: dict[str, tuple[Callable[[], list[nn.Module]], str]] = {
+    "conjugates": (
+        lambda: [Do(lambda x: (z := imaginary(x), z.conj())), Do(lambda v: (v[0] + v[1].mul_(2)).abs())],
+        "layer '2' (Do)",
+    ),
+    "a real part": (
+        lambda: [Do(lambda x: (z := imaginary(x), z.real)), Do(lambda v: (v[0] + v[1].mul_(2)).abs())],
+        "layer '2' (Do)",
+    ),
+    "a transposed view": (
+        lambda: [Do(lambda x: x.t().contiguous().t()), Do(lambda x: x.add_(0.25))],
+        "layer '2' (Do)",
+    ),
+    "a view": (lambda: [Do(lambda x: x.view(-1, WIDTH)), Do(lambda x: x.add_(0.25))], "layer '2' (Do)"),
+    "a slice": (lambda: [Do(lambda x: x[:]), Do(lambda x: x.add_(0.25))], "layer '2' (Do)"),
+    "a buffer": (lambda: [Hands(), Do(lambda pair: pair[0] * pair[1].add_(1))], "layer '2' (Do)"),
+    "a skip": (lambda: [Stash(), nn.ReLU(inplace=True), Pop()], "layer '2' (ReLU)"),
+}
+
+
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_a_buffer_that_is_handed_to_the_next_partition_may_be_read_and_not_written(checkpoint: str) -> None:
-    """Its owner ended at 1 or 0 instead of 2."""
-
-    class Hands(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros(WIDTH))
-
-        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-            self.count += 1
-            return input, self.count
-
-    read = [nn.Linear(WIDTH, WIDTH), Hands(), Do(lambda pair: pair[0] * pair[1])]
-    compare(read, [2, 1], checkpoint=checkpoint)
-    written = [nn.Linear(WIDTH, WIDTH), Hands(), Do(lambda pair: pair[0] * pair[1].add_(1))]
+@pytest.mark.parametrize("kind", WRITERS)
+def test_memory_that_crosses_a_boundary_may_be_read_and_not_written(kind: str, checkpoint: str) -> None:
+    """A written view, a conjugate or a handed buffer gave wrong values and gradients; test_same_bits.py reads them."""
+    make, layer = WRITERS[kind]
     with (
-        GPipe(nn.Sequential(*written), [2, 1], chunks=2, checkpoint=checkpoint) as pipe,
+        GPipe(
+            nn.Sequential(linear(), *make(), linear()),
+            [2, 2 if kind != "a skip" else 3],
+            checkpoint=checkpoint,
+        ) as pipe,
         pytest.raises(
             RuntimeError,
-            match=r"^layer '2' \(Do\) writes in place a tensor whose memory also belongs to another one",
-        ),
-    ):
-        pipe.step(*batch(), functional.mse_loss)
-
-
-# Memory that crosses a boundary.
-
-
-def conjugates(input: Tensor) -> tuple[Tensor, Tensor]:
-    z = torch.complex(input, input * 0.5)
-    return z, z.conj()
-
-
-def real_part(input: Tensor) -> tuple[Tensor, Tensor]:
-    z = torch.complex(input, input * 0.5)
-    return z, z.real
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize("pair", [conjugates, real_part])
-def test_complex_tensors_with_the_same_memory_may_be_read_and_not_written(
-    pair: Callable[[Tensor], Any], checkpoint: str
-) -> None:
-    """z.conj() arrived as z, and a write to z.real gave wrong gradients."""
-    torch.manual_seed(0)
-    compare(
-        [nn.Linear(WIDTH, WIDTH), Do(pair), Do(lambda two: (two[0] * 2 + two[1]).abs())],
-        [2, 1],
-        checkpoint=checkpoint,
-    )
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Do(pair), Do(lambda two: (two[0] + two[1].mul_(2)).abs()))
-    with (
-        GPipe(model, [2, 1], checkpoint=checkpoint) as pipe,
-        pytest.raises(
-            RuntimeError, match="writes in place a tensor whose memory also belongs to another one"
-        ),
-    ):
-        pipe.step(*batch(), functional.mse_loss)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-@pytest.mark.parametrize(
-    "view", [lambda x: x.t().contiguous().t(), lambda x: x.view(-1, WIDTH), lambda x: x[:]]
-)
-def test_a_view_may_be_read_next_door_and_not_written(
-    view: Callable[[Tensor], Tensor], checkpoint: str
-) -> None:
-    """Plain autograd passes the gradient of a written view to its base: the bias differed by one bit."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, WIDTH), Do(view), Do(lambda x: x.add_(0.25)), nn.Linear(WIDTH, WIDTH)]
-    compare(copy.deepcopy(layers), [1, 3], checkpoint=checkpoint)
-    compare([*layers[:2], nn.Tanh(), layers[3]], [2, 2], checkpoint=checkpoint)
-    with (
-        GPipe(nn.Sequential(*layers), [2, 2], checkpoint=checkpoint) as pipe,
-        pytest.raises(
-            RuntimeError,
-            match=r"^layer '2' \(Do\) writes in place a tensor whose memory also belongs to another one",
+            match=f"^{re.escape(layer)} writes in place a tensor whose memory also belongs to another one",
         ),
     ):
         pipe.step(*batch(), functional.mse_loss)
 
 
 def test_a_skip_that_is_written_after_its_stash_does_not_cross() -> None:
-    @skippable(stash=["early"])
-    class Stash(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            yield stash("early", input)
-            return input
-
-    @skippable(pop=["early"])
-    class Pop(nn.Module):
-        def forward(self, input: Tensor) -> Iterator[Any]:
-            early = yield pop("early")
-            return input + early
-
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Stash(), nn.ReLU(inplace=True), nn.Tanh(), Pop())
+    model = nn.Sequential(linear(), Stash(), nn.ReLU(inplace=True), nn.Tanh(), Pop())
     with (
         GPipe(model, [3, 1, 1]) as pipe,
         pytest.raises(RuntimeError, match=r"^partition 0 writes in place a tensor"),
@@ -533,9 +429,9 @@ def test_a_tensor_that_a_layer_kept_is_refused_in_the_step_in_which_it_leaks() -
     model = nn.Sequential(Keeps(WIDTH, WIDTH), nn.Tanh(), Uses(WIDTH, WIDTH))
     for checkpoint in ("never", "always"):
         with GPipe(model, [2, 1], checkpoint=checkpoint) as pipe:
-            _enter_step(pipe, 0)
+            enter_step(pipe, 0)
             pipe.step(*batch(), functional.mse_loss)
-            _enter_step(pipe, 1)
+            enter_step(pipe, 1)
             with pytest.raises(RuntimeError, match=r"^layer '2' \(Uses\) used a tensor of another partition"):
                 pipe.step(*batch(), functional.mse_loss)
 
@@ -550,7 +446,7 @@ def test_a_tensor_that_a_layer_kept_is_refused_in_the_step_in_which_it_leaks() -
 def test_a_sum_is_added_up_or_refused(loss: Callable[..., Tensor], checkpoint: str) -> None:
     """`step` divided the gradients of a sum by the number of micro-batches, without a word."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
     plain = copy.deepcopy(model)
     expected = plain_steps(plain, loss, 1, 4, weighted=False)
     with GPipe(model, [2, 1], chunks=4, checkpoint=checkpoint) as pipe:
@@ -570,7 +466,7 @@ def test_a_sum_is_added_up_or_refused(loss: Callable[..., Tensor], checkpoint: s
 
 
 def test_other_reductions_are_refused() -> None:
-    with GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)), [1]) as pipe:
+    with GPipe(nn.Sequential(linear()), [1]) as pipe:
         with pytest.raises(ValueError, match=r"reduction='none'.*; use a loss that gives one number"):
             pipe.step(*batch(), nn.MSELoss(reduction="none"))
         with pytest.raises(
@@ -599,7 +495,7 @@ WEIGHT = torch.tensor([0.5, 2.0, 1.0, 4.0, 0.25, 1.5])
 def test_the_mean_of_classes_is_the_mean_of_the_whole_mini_batch(loss: Callable[..., Tensor]) -> None:
     """Ignored and weighted classes count per micro-batch in torch's mean; rows alone weighed the micro-batches."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+    model = nn.Sequential(linear(), nn.Tanh(), linear()).double()
     input = torch.randn(9, WIDTH).double()
     target = torch.tensor([0, 1, 2, 3, -100, -100, 5, 2, -100])
     if isinstance(loss, nn.KLDivLoss):
@@ -642,7 +538,7 @@ def test_recompute_does_not_change_the_buffers_of_a_loss(form: str, checkpoint: 
         }[form]
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(linear(), linear())
     plain, mine, theirs = copy.deepcopy(model), CountingLoss(), CountingLoss()
     expected = plain_steps(plain, forms(theirs), 2, 3)
     with GPipe(model, [1, 1], chunks=3, checkpoint=checkpoint) as pipe:
@@ -657,14 +553,14 @@ def test_recompute_does_not_change_the_buffers_of_a_loss(form: str, checkpoint: 
 class Reentrant(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = linear(), linear()
 
     def forward(self, input: Tensor) -> Tensor:
         return torch_checkpoint(self.second, self.first(input), use_reentrant=True)
 
 
 def test_a_graph_that_can_run_in_halves_still_does() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(linear(), linear())
     with GPipe(model, [1, 1], schedule="zero_bubble", checkpoint="never") as pipe:
         partition = pipe._runner.partitions[1]
         split: list[bool] = []
@@ -687,8 +583,8 @@ def test_a_graph_that_can_run_in_halves_still_does() -> None:
 def test_a_pipe_may_be_a_layer_of_a_pipe(schedule: str, inner: str) -> None:
     """Under zero_bubble the parameters of the inner pipe got twice their gradients."""
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    rest = nn.Linear(WIDTH, WIDTH)
+    block = nn.Sequential(linear(), nn.Tanh(), linear())
+    rest = linear()
     plain = nn.Sequential(*copy.deepcopy([block, rest]))
     expected = plain_steps(plain, functional.mse_loss, 2, 2)
     with GPipe(block, [1, 2], checkpoint=inner) as layer:
@@ -704,7 +600,7 @@ def test_a_pipe_may_be_a_layer_of_a_pipe(schedule: str, inner: str) -> None:
 def test_a_reentrant_checkpoint_works_beside_a_parameter_with_a_hook() -> None:
     """Collecting the gradients of hooked parameters used autograd.grad, with which torch's checkpoint does not work."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Reentrant(), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(linear(), Reentrant(), linear())
     plain = copy.deepcopy(model)
     for each in (model, plain):
         each[0].weight.register_hook(lambda gradient: gradient * 3)
@@ -720,7 +616,7 @@ def test_a_reentrant_checkpoint_works_beside_a_parameter_with_a_hook() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_and_transforms_are_refused() -> None:
     input = batch()[0]
-    with GPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), [1, 1], chunks=2) as pipe:
+    with GPipe(nn.Sequential(linear(), nn.Tanh()), [1, 1], chunks=2) as pipe:
         for grad in (False, True):
             with (
                 torch.set_grad_enabled(grad),
@@ -735,7 +631,7 @@ def test_forward_mode_and_transforms_are_refused() -> None:
 
 
 def test_a_sparse_tensor_across_a_boundary_is_refused_and_works_within_a_partition() -> None:
-    layers = [nn.Linear(WIDTH, WIDTH), Do(Tensor.to_sparse), Do(Tensor.to_dense)]
+    layers = [linear(), Do(Tensor.to_sparse), Do(Tensor.to_dense)]
     compare(layers, [3])
     with GPipe(nn.Sequential(*layers), [2, 1]) as pipe:
         with pytest.raises(
@@ -751,7 +647,7 @@ def test_a_sparse_tensor_across_a_boundary_is_refused_and_works_within_a_partiti
 
 def test_the_pipe_without_partitions_is_the_plain_sequence_too() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Count("data", 1), Lstm())
+    model = nn.Sequential(linear(), Count("data", 1), nn.Tanh())
     plain = copy.deepcopy(model)
     expected = plain_steps(plain, functional.mse_loss, 3, 4)
     assert all(map(torch.equal, pipe_steps(plain_pipe(model, chunks=4), functional.mse_loss, 3), expected))

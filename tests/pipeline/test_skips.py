@@ -72,20 +72,6 @@ def test_a_skip_is_freed_after_its_last_use(checkpoint: str, training: bool) -> 
     assert all(reference() is None for reference in references)
 
 
-def test_a_skip_written_in_place_on_the_way_is_an_error_not_a_wrong_gradient() -> None:
-    @skippable(stash=["a"])
-    class StashItsOutput(nn.Module):
-        def forward(self, input: Tensor):
-            output = input * 2
-            yield stash("a", output)
-            return output
-
-    model = nn.Sequential(StashItsOutput(), nn.ReLU(inplace=True), Pop())
-    pipe = GPipe(model, [1, 1, 1], checkpoint="never")
-    with pipe, pytest.raises(RuntimeError, match=r"layer '1' \(ReLU\) writes in place a tensor whose memory"):
-        pipe(torch.randn(4, 4, requires_grad=True))
-
-
 def test_a_failure_with_skips_on_the_way_hangs_nobody() -> None:
     class Fail(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
