@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
-
-Gpipe = Callable[..., Any]
+from tests.support.command_line import Gpipe
 
 
 @pytest.fixture(autouse=True)
@@ -135,12 +133,8 @@ def test_a_mistake_of_the_command_line_is_not_blamed_on_the_file() -> None:
         ("config=elsewhere/my.yaml", "config=elsewhere/my.yaml: no such file"),
         ("config=run", "config=run: is a directory; give config=run/config.yaml"),
         ("config=pipe.yaml", "pipe.yaml: is a named pipe, not a regular file"),
-        ("config=link.yaml", "link.yaml: is a device, not a regular file"),
         ("config=large.yaml", "large.yaml: has 200,000 bytes; gpipe reads at most 65,536"),
         ("config=alias.yaml", "alias.yaml:2: *k is a YAML alias"),
-        ("config=tag.yaml", "tag.yaml:1:9: could not determine a constructor for the tag"),
-        ("config=twice.yaml", "twice.yaml:2:1: found duplicate key epochs"),
-        ("config=list.yaml", "list.yaml: its top level must be a mapping of keys"),
         ("config=typo.yaml", "typo.yaml: unknown key 'epoch'; did you mean 'epochs'?"),
     ],
 )
@@ -148,14 +142,10 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(word: str, message: s
     Path("run").mkdir()
     Path("run", "config.yaml").touch()
     os.mkfifo("pipe.yaml")
-    Path("link.yaml").symlink_to("/dev/zero")
     for name, text in {
         "my": "epochs: 3",
         "large": "x" * 200_000,
         "alias": "k: &k [1, 2, 3]\nl: *k",
-        "tag": "epochs: !!python/object/apply:os.system [ls]",
-        "twice": "epochs: 1\nepochs: 2",
-        "list": "- epochs",
         "typo": "epoch: 1",
     }.items():
         Path(f"{name}.yaml").write_text(text)

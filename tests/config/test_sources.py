@@ -31,7 +31,6 @@ def write(folder: Path, files: dict[str, str]) -> str:
     [
         ("hydra: {job: {env_set: {PYTHONPATH: evil}}}", "sets hydra.job.env_set.PYTHONPATH"),
         ("defaults: [/model@hydra.job.env_set: evil]", "/model@hydra.job.env_set: evil"),
-        ("defaults: [override /hydra/launcher: evil]", "override /hydra/launcher: evil"),
     ],
 )
 def test_no_recipe_configures_hydra(tmp_path: Path, recipe: str, key: str) -> None:
@@ -46,7 +45,6 @@ def test_no_recipe_configures_hydra(tmp_path: Path, recipe: str, key: str) -> No
     "text",
     [
         f"{GLOBAL}hydra: {{job: {{env_set: {{A: b}}}}}}\n",
-        "# @package hydra.job.env_set\nA: b\n",
         "hydra: {job: {env_set: {A: b}}}\n_target_: torch.nn.Linear\n",
     ],
 )
