@@ -20,7 +20,6 @@ from gpipe_cli.config.schema import (
     ModelConfig,
     RunConfig,
     TrainConfig,
-    TrainedConfig,
 )
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
@@ -44,7 +43,7 @@ BALANCE_ARGUMENTS = (
 
 def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
     """Check the arguments of every component; refuse keys that the engine would ignore."""
-    if isinstance(settings, TrainedConfig) and sets_key(overrides, "model.weights"):
+    if settings.uses_trained_weights and sets_key(overrides, "model.weights"):
         raise ConfigError(
             "model.weights: is where training starts, and this command uses trained weights; give weights=<file>"
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpipe_cli.build.components import traits_of_engine
-from gpipe_cli.config.schema import BalanceConfig, ModelConfig
+from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.report.output import print_status
@@ -28,9 +28,8 @@ def has_custom_order(settings: ModelConfig) -> bool:
 
 def _reads_file(settings: ModelConfig) -> bool:
     """Whether the order of schedule=file matters: for a run that has it, and for a balance that keeps within memory."""
-    return settings.schedule.name == FILE and (
-        has_custom_order(settings) or isinstance(settings, BalanceConfig)
-    )
+    only_balances = not (settings.engine or settings.plans)
+    return settings.schedule.name == FILE and (has_custom_order(settings) or only_balances)
 
 
 def saved_order(run: Path, settings: ModelConfig, overrides: Sequence[str]) -> FixedOrder | None:

@@ -28,7 +28,7 @@ from gpipe_cli.build.custom_schedule import has_custom_order, order_from_text, o
 from gpipe_cli.build.model import FEWER_PARAMETERS
 from gpipe_cli.build.parts import BuiltModel, Partitioning, RunParts, build_parts, repeatable_order
 from gpipe_cli.config.job import Job, Summary, resume_command
-from gpipe_cli.config.schema import RunConfig, TrainedConfig
+from gpipe_cli.config.schema import RunConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.groups import RankCoords, backends_for
 from gpipe_cli.distributed.world import World
@@ -178,7 +178,7 @@ def build_parts_in_ranks(
     has_partitions = traits_of_engine(settings).has_partitions
     measures = job.dry_run and has_partitions and measures_layers(settings) and not starts_ranks(settings)
     # A launcher only compares names and shapes with those of the trained weights.
-    loads_weights = isinstance(settings, TrainedConfig) and not starts_ranks(settings)
+    loads_weights = settings.uses_trained_weights and not starts_ranks(settings)
     runs_model = needs_values(settings) or (order is None and has_custom_order(settings))
     needs_storage = loads_weights or (runs_model and not job.dry_run) or needs_values(settings)
     parts = build_parts(

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, final
@@ -36,7 +36,6 @@ from gpipe_cli.config.schema import (
     SCHEMAS,
     CommandConfig,
     ModelConfig,
-    PlanConfig,
     TrainConfig,
     TrainedConfig,
 )
@@ -63,6 +62,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.redaction import remember
 from gpipe_cli.schedule.orders import AUTO
+from gpipe_cli.values import flatten
 
 ALLOW_VARIABLE = "GPIPE_ALLOW"
 
@@ -313,15 +313,12 @@ def _allowed(settings: ModelConfig, words: Sequence[str]) -> list[str]:
 
 def _check_plan_keys(settings: CommandConfig, overrides: Sequence[str]) -> None:
     """Refuse limits of a search that does not take place."""
-    used: dict[str, tuple[bool, str]] = {}
-    if isinstance(settings, PlanConfig):
-        used = {"plan.verify_budget": (settings.verify, "verify=true")}
-    elif isinstance(settings, TrainConfig):
-        searches = settings.plan.auto or settings.schedule.name == AUTO
-        used = {
-            "plan.budget": (settings.plan.auto, "plan=auto"),
-            "plan.cache": (searches, "plan=auto or schedule=auto"),
-        }
+    flat = dict(flatten(asdict(settings)))
+    searches = flat.get("plan.auto") or flat.get("schedule.name") == AUTO
+    used = {"plan.verify_budget": (flat.get("verify"), "verify=true")}
+    if settings.trains:
+        used["plan.budget"] = (flat["plan.auto"], "plan=auto")
+        used["plan.cache"] = (searches, "plan=auto or schedule=auto")
     for key, (is_used, needed) in used.items():
         if sets_key(overrides, key) and not is_used:
             raise ConfigError(f"{key}: has no effect without {needed}; remove it")
@@ -329,8 +326,13 @@ def _check_plan_keys(settings: CommandConfig, overrides: Sequence[str]) -> None:
 
 def overridden_epochs(settings: CommandConfig, overrides: Sequence[str]) -> str | None:
     """A line about `epochs` that have no effect, because a recipe or the run to resume has `steps`."""
-    steps = settings.steps if isinstance(settings, TrainConfig) else None
-    if steps is None or sets_key(overrides, "steps") or not sets_key(overrides, "epochs"):
+    steps = settings.steps
+    if (
+        not settings.trains
+        or steps is None
+        or sets_key(overrides, "steps")
+        or not sets_key(overrides, "epochs")
+    ):
         return None
     return f"epochs has no effect, because a file sets steps={steps}, which overrides it; add steps=null"
 

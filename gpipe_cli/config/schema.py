@@ -83,6 +83,7 @@ class NotConfigured:
     trains = False
     runs_steps = False
     uses_loss = False
+    uses_trained_weights = False
     plans = False
     engine: Mapping[str, Any] = MappingProxyType({})
     optimizer: Mapping[str, Any] = MappingProxyType({})
@@ -258,6 +259,7 @@ class SavedConfig(CommandConfig):
 class TrainedConfig(RunConfig, SavedConfig):
     """The keys of commands that use trained weights."""
 
+    uses_trained_weights = True
     weights: str | None = None
     """A file of weights (.safetensors, .pth), instead of `run`; give model and data as well."""
 

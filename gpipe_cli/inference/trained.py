@@ -24,7 +24,7 @@ from gpipe_cli.build.ranks import (
 )
 from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.job import Job, Summary
-from gpipe_cli.config.schema import EvalConfig, RunConfig, TrainedConfig
+from gpipe_cli.config.schema import RunConfig, TrainedConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
@@ -72,7 +72,7 @@ def with_saved_settings(settings: Settings, job: Job, ignored: Collection[str] =
         return settings
     # Training has keys of the same names, such as the `seed` of gpipe generate, which mean something else.
     own_keys = {field.name for field in fields(settings)} - {field.name for field in fields(RunConfig)}
-    if isinstance(settings, EvalConfig):
+    if settings.uses_loss:  # gpipe eval, whose seed is that of the run
         own_keys.remove("seed")
     tree = with_overrides(saved, job.tree, job.overrides, {*own_keys, *ignored})
     merged = settings_of(tree, job.command, job.overrides)
