@@ -14,10 +14,14 @@ from gpipe_cli import GPipe
 from gpipe_cli.accelerator.devices import use_threads
 from gpipe_cli.plan import measured
 from gpipe_cli.plan.costs import TransferCost
-from gpipe_cli.plan.measured import MeasuredSource, MicroBatchSize, measure_link
+from gpipe_cli.plan.measured import MeasuredSource, MicroBatchSize, measure_link, verify_plans
+from gpipe_cli.plan.prediction import Limit, Prediction
+from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling import layer_times, phase_times
 from gpipe_cli.profiling.model_stats import ModelStats
 from gpipe_cli.profiling.records import Sample
+from gpipe_cli.schedule.files import FixedOrder
+from gpipe_cli.schedule.orders import zero_bubble_v
 from gpipe_cli.sequential.equal_layers import LayerSample
 
 CPU = torch.device("cpu")
@@ -163,3 +167,23 @@ def test_latency_is_the_time_of_a_small_copy_and_bandwidth_that_of_the_rest(
     link = measure_link(CPU, CPU)
     assert link.latency_ms == 1.0
     assert link.ms(measured.LARGE - measured.SMALL) == pytest.approx(5.0)
+
+
+@pytest.mark.accelerator
+def test_partitions_that_go_there_and_back_are_moved_there(accelerators: list[torch.device]) -> None:
+    """Before each step they were put on the devices in turn."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    plans = [
+        Prediction(
+            PlanShape(4, 2, 2, schedule, "never"),
+            *((1, 1, 1, 1), 1.0, 1.0, 0.0, 8, 1.0, ()),
+            limit=Limit("work", 0.0, {}),
+            engine="threads",
+        )
+        for schedule in (FixedOrder("v", zero_bubble_v(4, 2, 2)), "interleaved")
+    ]
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    verified = verify_plans(
+        plans, model, lambda size: batch, nn.functional.mse_loss, accelerators[:2], cores=2, seconds=60
+    )
+    assert all(plan.measured_ms is not None for plan in verified)

@@ -1,4 +1,4 @@
-"""`check` must see what is wrong: orders are damaged here in every way it claims to notice."""
+"""`check_order` must see what is wrong: orders are damaged here in every way it claims to notice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from gpipe_cli.schedule import Action, Kind, Order, names, order
 from gpipe_cli.schedule.order_check import IllegalOrder, check_order
 
-FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 sizes = st.integers(1, 5)
 
 
@@ -35,7 +34,7 @@ def test_a_dropped_action_is_noticed_by_name(made: tuple[Order, int, int], data:
     after = changed(before, worker, [*before[worker][:place], *before[worker][place + 1 :]])
     dropped = before[worker][place]
     # Without its only I and W a partition's backward looks whole, so it is the B that is missed.
-    instead = Action(BACKWARD, dropped.partition, dropped.micro_batch)
+    instead = Action(Kind.BACKWARD, dropped.partition, dropped.micro_batch)
     with pytest.raises(IllegalOrder, match=f"^({dropped}|{instead}) is missing"):
         check_order(after, partitions, chunks)
 
@@ -78,56 +77,44 @@ def test_running_any_workers_actions_backwards_is_noticed(made: tuple[Order, int
             check_order(changed(before, worker, list(reversed(actions))), partitions, chunks)
 
 
-def test_a_descending_backward_is_refused_since_gradients_would_add_up_in_another_order() -> None:
-    actions = (Action(FORWARD, 0, 0), Action(FORWARD, 0, 1), Action(BACKWARD, 0, 1), Action(BACKWARD, 0, 0))
-    with pytest.raises(IllegalOrder, match=re.escape("B0.0 comes after B0.1, micro-batches must ascend")):
-        check_order((actions,), 1, 2)
-
-
-def test_workers_that_wait_in_a_circle_are_named_with_what_they_wait_for() -> None:
-    first = (Action(FORWARD, 0, 0), Action(BACKWARD, 0, 0), Action(FORWARD, 0, 1), Action(BACKWARD, 0, 1))
-    second = (Action(FORWARD, 1, 0), Action(FORWARD, 1, 1), Action(BACKWARD, 1, 0), Action(BACKWARD, 1, 1))
-    expected = "worker 0 needs B1.0 for B0.0; worker 1 needs F0.1 for F1.1"
-    with pytest.raises(IllegalOrder, match=expected):
-        check_order((first, second), 2, 2)
-
-
-def test_a_backward_before_its_own_forward_is_refused() -> None:
-    with pytest.raises(IllegalOrder, match=re.escape("worker 0 needs F0.0 for B0.0")):
-        check_order(((Action(BACKWARD, 0, 0), Action(FORWARD, 0, 0)),), 1, 1)
-
-
-def test_a_partition_on_two_workers_is_refused() -> None:
-    with pytest.raises(IllegalOrder, match=re.escape("B0.0 is on worker 1, its partition is on worker 0")):
-        check_order(((Action(FORWARD, 0, 0),), (Action(BACKWARD, 0, 0),)), 1, 1)
-
-
-def test_an_action_beyond_the_partitions_or_chunks_is_refused() -> None:
-    for partitions, chunks in ((1, 2), (2, 1)):
-        with pytest.raises(IllegalOrder, match=f"is beyond {partitions} partitions and {chunks} chunks"):
-            check_order(order("gpipe", 2, 2, 2), partitions, chunks)
-
-
-def actions_of(text: str) -> tuple[Action, ...]:
-    """Of a partition 0: `F0 I0 W0`."""
-    return tuple(Action(Kind(word[0]), 0, int(word[1:])) for word in text.split())
+def order_of(text: str) -> Order:
+    """An order with a line per worker: `F0.0 I0.0 W0.0`."""
+    pattern = re.compile(r"([FBIW])(\d)\.(\d)")
+    lines = ([pattern.fullmatch(word) for word in line.split()] for line in text.split("|"))
+    return tuple(
+        tuple(Action(Kind(each[1]), int(each[2]), int(each[3])) for each in line if each is not None)
+        for line in lines
+    )
 
 
 def test_a_partition_may_split_some_of_its_backwards() -> None:
-    check_order((actions_of("F0 B0 F1 I1 F2 W1 B2 F3 I3 W3"),), 1, 4)
+    check_order(order_of("F0.0 B0.0 F0.1 I0.1 F0.2 W0.1 B0.2 F0.3 I0.3 W0.3"), 1, 4)
 
 
 @pytest.mark.parametrize(
-    ("order", "message"),
+    ("order", "partitions", "chunks", "message"),
     [
-        ("F0 F1 I0 B1 W0", "W0.0 comes after B0.1, micro-batches must ascend"),
-        ("F0 B0 I0 W0", "I0.0 is done already"),
-        ("F0 B0 F1 I1", "W0.1 is missing"),
-        ("F0 B0 F1 W1", "I0.1 is missing"),
-        ("F0 B0 F1", "B0.1 is missing"),
-        ("F0 F1 B1", "B0.0 is missing"),
+        # Gradients would add up in another order.
+        ("F0.0 F0.1 B0.1 B0.0", 1, 2, "B0.0 comes after B0.1, micro-batches must ascend"),
+        (
+            "F0.0 B0.0 F0.1 B0.1 | F1.0 F1.1 B1.0 B1.1",
+            *(2, 2),
+            "the workers wait for each other: worker 0 needs B1.0 for B0.0; worker 1 needs F0.1 for F1.1",
+        ),
+        ("B0.0 F0.0", 1, 1, "the workers wait for each other: worker 0 needs F0.0 for B0.0"),
+        ("F0.0 | B0.0", 1, 1, "B0.0 is on worker 1, its partition is on worker 0"),
+        ("F0.0 B0.0 | F1.0 B1.0", 1, 2, "F1.0 is beyond 1 partitions and 2 chunks"),
+        ("F0.0 F0.1 B0.0 B0.1", 1, 1, "F0.1 is beyond 1 partitions and 1 chunks"),
+        ("F0.0 F0.1 I0.0 B0.1 W0.0", 1, 2, "W0.0 comes after B0.1, micro-batches must ascend"),
+        ("F0.0 B0.0 I0.0 W0.0", 1, 2, "I0.0 is done already"),
+        ("F0.0 B0.0 F0.1 I0.1", 1, 2, "W0.1 is missing"),
+        ("F0.0 B0.0 F0.1 W0.1", 1, 2, "I0.1 is missing"),
+        ("F0.0 B0.0 F0.1", 1, 2, "B0.1 is missing"),
+        ("F0.0 F0.1 B0.1", 1, 2, "B0.0 is missing"),
     ],
 )
-def test_mixed_backwards_are_summed_in_order_and_complete(order: str, message: str) -> None:
+def test_an_order_that_is_not_legal_is_refused_with_the_action_at_fault(
+    order: str, partitions: int, chunks: int, message: str
+) -> None:
     with pytest.raises(IllegalOrder, match=f"^{re.escape(message)}"):
-        check_order((actions_of(order),), 1, 2)
+        check_order(order_of(order), partitions, chunks)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gpipe_cli.schedule import Action, Kind, Order, names, order
+from gpipe_cli.schedule import Order, names, order
 from gpipe_cli.schedule.order_check import check_order
 from gpipe_cli.schedule.simulate import PartitionCost, partition_peaks, simulate
 
@@ -23,18 +23,13 @@ def bubble(made: Order, backward: float = 2) -> float:
     return simulate(made, [PartitionCost(1, backward)] * partitions).bubble
 
 
-def live_activations(made: Order) -> tuple[int, ...]:
-    return tuple(peaks.bytes(graph=1, input=0) for peaks in partition_peaks(made))
-
-
 def written(orders: Order) -> list[str]:
     return [" ".join(map(str, actions)) for actions in orders]
 
 
 @pytest.mark.parametrize("name", ONE_EACH)
-@pytest.mark.parametrize("partitions", PARTITIONS)
-def test_every_order_with_one_partition_per_device_is_legal(name: str, partitions: int) -> None:
-    for chunks in CHUNKS:
+def test_every_order_with_one_partition_per_device_is_legal(name: str) -> None:
+    for partitions, chunks in SIZES:
         check_order(order(name, partitions, chunks, partitions), partitions, chunks)
 
 
@@ -99,52 +94,35 @@ def test_zero_bubble_waits_a_third_as_long_as_1f1b() -> None:
             assert bubble(made) == pytest.approx(idle / (3 * chunks + idle))
 
 
-def test_gpipe_keeps_all_micro_batches_alive() -> None:
+def test_gpipe_keeps_all_micro_batches_1f1b_those_that_follow_and_zero_bubble_as_many_everywhere() -> None:
     for partitions, chunks in SIZES:
-        assert live_activations(order("gpipe", partitions, chunks, partitions)) == (chunks,) * partitions
+        most = min(chunks, partitions)
+        expected = {
+            "gpipe": [chunks] * partitions,
+            "1f1b": [min(chunks, partitions - index) for index in range(partitions)],
+            "zero_bubble": [most] * partitions,
+        }
+        for name, kept in expected.items():
+            peaks = partition_peaks(order(name, partitions, chunks, partitions))
+            assert [each.bytes(graph=1, input=0) for each in peaks] == kept
 
 
-def test_1f1b_keeps_no_more_alive_than_partitions_follow() -> None:
-    for partitions, chunks in SIZES:
-        expected = tuple(min(chunks, partitions - index) for index in range(partitions))
-        assert live_activations(order("1f1b", partitions, chunks, partitions)) == expected
-
-
-def test_zero_bubble_keeps_as_many_alive_everywhere_as_1f1b_on_its_first_partition() -> None:
-    for partitions, chunks in SIZES:
-        expected = (min(chunks, partitions),) * partitions
-        assert live_activations(order("zero_bubble", partitions, chunks, partitions)) == expected
-
-
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_more_partitions_than_devices_are_refused_with_both_numbers_and_the_cure(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"'{name}' runs one partition per device, got 4 for 2 devices; 'interleaved'"
-    ):
-        order(name, 4, 8, 2)
-
-
-@pytest.mark.parametrize("name", names())
-def test_fewer_partitions_than_devices_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' .* got 2 for 3 devices$"):
-        order(name, 2, 8, 3)
-
-
-def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match="unknown schedule 'f1b1'; choose one of 1f1b, gpipe, interleaved, zero_bubble"
-    ):
-        order("f1b1", 2, 2, 2)
-
-
-def test_no_partitions_chunks_or_devices_are_refused_by_name() -> None:
-    for numbers, word in (((0, 1, 1), "partitions"), ((1, 0, 1), "chunks"), ((1, 1, 0), "devices")):
-        with pytest.raises(ValueError, match=f"at least one of {word}, got 0"):
-            order("gpipe", *numbers)
-
-
-def test_an_action_is_written_as_kind_partition_and_micro_batch() -> None:
-    assert str(Action(Kind.FORWARD, 1, 3)) == "F1.3"
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        *((name, (4, 8, 2), f"'{name}' .* got 4 for 2 devices; 'interleaved'") for name in ONE_EACH),
+        *((name, (2, 8, 3), f"'{name}' .* got 2 for 3 devices$") for name in names()),
+        ("f1b1", (2, 2, 2), "unknown schedule 'f1b1'; choose one of 1f1b, gpipe, interleaved, zero_bubble"),
+        ("gpipe", (0, 1, 1), "at least one of partitions, got 0"),
+        ("gpipe", (1, 0, 1), "at least one of chunks, got 0"),
+        ("gpipe", (1, 1, 0), "at least one of devices, got 0"),
+    ],
+)
+def test_sizes_that_a_schedule_cannot_have_are_refused_with_their_numbers(
+    name: str, sizes: tuple[int, int, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        order(name, *sizes)
 
 
 def test_schedules_do_without_torch() -> None:

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_cli.schedule import order
-from gpipe_cli.schedule.action import checked_checkpoint, checkpoint_stops
-from gpipe_cli.schedule.simulate import PartitionCost, partition_peaks, simulate
+from gpipe_cli.schedule.action import Action, Kind, checked_checkpoint, checkpoint_stops
 
 
 def test_every_partition_may_have_a_mode_of_its_own() -> None:
@@ -25,11 +23,5 @@ def test_a_list_of_another_length_and_a_mode_that_there_is_not_are_refused() -> 
         checked_checkpoint(["always", "sometimes"], 2)
 
 
-def test_only_the_partition_that_recomputes_takes_longer_and_keeps_less() -> None:
-    actions, costs = order("gpipe", 2, 2, 2), [PartitionCost(1, 1, recompute=1)] * 2
-    simulation = simulate(actions, costs, checkpoint_stops=[0, 2])
-    # F0 F1 and back again on the second worker: 1 + 2 forwards, 2 recomputations and 2 backwards, and one more back.
-    assert simulation.step == 1 + 2 + 2 * 2 + 1
-    assert [span.phase for span in simulation.spans if span.worker == 0] == ["forward"] * 2 + ["backward"] * 2
-    alive = partition_peaks(actions, [0, 2])
-    assert [peaks.bytes(graph=10, input=1) for peaks in alive] == [20, 12]
+def test_an_action_is_written_as_kind_partition_and_micro_batch() -> None:
+    assert str(Action(Kind.FORWARD, 1, 3)) == "F1.3"
