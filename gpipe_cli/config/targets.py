@@ -37,9 +37,11 @@ REMOVED = {"gpipe_cli.data.csv_table.build": REMOVED_TABLES}
 MOVED = {
     "gpipe_cli.data.cifar.build": "gpipe_cli.data.images.build_cifar",
     "gpipe_cli.data.digits.build": "gpipe_cli.data.images.build_digits",
+    "gpipe_cli.data.jsonl.build": "gpipe_cli.data.texts.build_jsonl",
     "gpipe_cli.data.mnist.build": "gpipe_cli.data.images.build_mnist",
     "gpipe_cli.data.shapes.build": "gpipe_cli.data.generated.build_shapes",
     "gpipe_cli.data.synthetic.build": "gpipe_cli.data.generated.build_synthetic",
+    "gpipe_cli.data.text.build": "gpipe_cli.data.texts.build_text",
     "gpipe_cli.loggers.none.build": "gpipe_cli.loggers.protocol.NoLogger",
     "gpipe_cli.losses.auxiliary.AuxiliaryCrossEntropy": "gpipe_cli.losses.cross_entropy.AuxiliaryCrossEntropy",
     "gpipe_cli.losses.token_cross_entropy.TokenCrossEntropy": "gpipe_cli.losses.cross_entropy.TokenCrossEntropy",

@@ -48,9 +48,9 @@ OURS = {
         "gpipe_cli.data.images.build_cifar",
         "gpipe_cli.data.images.build_digits",
         "gpipe_cli.data.images.build_mnist",
-        "gpipe_cli.data.jsonl.build",
+        "gpipe_cli.data.texts.build_jsonl",
         "gpipe_cli.data.pair.build",
-        "gpipe_cli.data.text.build",
+        "gpipe_cli.data.texts.build_text",
     },
     "transform": {f"gpipe_cli.data.transforms.{name}" for name in ("augment", "basic", "none")},
     "loss": {

@@ -69,7 +69,10 @@ def test_a_run_saves_names_statistics_shape_and_components(tmp_path: Path) -> No
             {"data": {"_target_": "gpipe_cli.data.generated.build_shapes", "size": 16, "length": 4}},
             {"task": "segmentation", "target_shape": (16, 16), "classes": 4},
         ),
-        ({"data": {"_target_": "gpipe_cli.data.text.build", "context": 8}}, {"task": "other", "shape": (8,)}),
+        (
+            {"data": {"_target_": "gpipe_cli.data.texts.build_text", "context": 8}},
+            {"task": "other", "shape": (8,)},
+        ),
     ],
 )
 def test_the_settings_decide_what_is_saved(changes: dict[str, Any], expected: dict[str, Any]) -> None:
