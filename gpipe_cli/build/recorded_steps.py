@@ -20,7 +20,7 @@ from gpipe_cli.build.parts import Partitioning, RunParts
 from gpipe_cli.build.step import make_sample
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing
-from gpipe_cli.engines.offload_engine import OffloadedParameters
+from gpipe_cli.engines.parameters import OffloadedParameters
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.engines.threads import make_pipe
 from gpipe_cli.offload.sizing import layer_bytes

@@ -36,6 +36,9 @@ NonfiniteOutput = tuple[int, int]
 class SingleProcess:
     """Says what each of the methods returns, of `RankCollectives` too."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def share_of(self, weight: float) -> float:
         """The fraction that `weight` is of the weights of all replicas."""
         return 1.0
@@ -62,8 +65,9 @@ class SingleProcess:
         """
         return self.facts(own, measured=measured), norms
 
-    def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
-        """Make every process skip the update if the gradients of one overflowed."""
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> bool:
+        """Whether the gradients of a process overflowed, so that every process must skip the update."""
+        return agree_on_overflow(scaler, self._device, lambda own: own)
 
     def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
         """The first over all processes."""
@@ -158,13 +162,13 @@ class RankCollectives:
     def from_last_rank(self, tensor: Tensor | None) -> Tensor:
         return broadcast_tensor(tensor, self._coords.last_rank, self._coords.pipe)
 
-    def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> bool:
         # Replicas have equal gradients by now, so it is enough to ask the ranks of this pipe.
         def largest(own: Tensor) -> Tensor:
             distributed.all_reduce(own, distributed.ReduceOp.MAX, group=self._coords.pipe)
             return own
 
-        agree_on_overflow(scaler, self._coords.device, largest)
+        return agree_on_overflow(scaler, self._coords.device, largest)
 
     def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
         numbers = torch.tensor(own or (_NO_LAYER, _NO_LAYER), dtype=torch.float64)

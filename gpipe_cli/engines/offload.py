@@ -5,17 +5,22 @@ Parameters and optimizer state live in host memory or in a file, and come to the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, offload_layers, update_waits
-from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
+from gpipe_cli.engines.engine import PipelineEngine
+from gpipe_cli.engines.parameters import OffloadedParameters
+from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits, TrainingObjective
 from gpipe_cli.engines.step_meter import StepMeter
+from gpipe_cli.engines.update import update_waits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import offloaded_pipe
-from gpipe_cli.offload.sizing import DeviceDemand, device_demand, layer_bytes
-from gpipe_cli.offload.tiers import TIERS
+from gpipe_cli.offload.prefetcher import SlicePrefetcher
+from gpipe_cli.offload.sizing import DeviceDemand, boundary_bytes, device_demand, layer_bytes, optimizer_bytes
+from gpipe_cli.offload.slices import SlicedParameters, put_parameters_on
+from gpipe_cli.offload.tiers import TIERS, CpuTier, DiskTier
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
@@ -49,15 +54,11 @@ def build(
     balance = slicing.balance()
     pipe, offloaded = slicing.offload(balance)
     pipe.step_timeout = spec.step_timeout
-    (device,) = spec.devices
-    spec = replace(spec, balance=balance)
-    return OffloadEngine(
+    return PipelineEngine(
         pipe,
-        spec,
-        offloaded,
-        StepMeter(pipe, watched=False),
-        input_device=device,
-        output_device=device,
+        replace(spec, balance=balance),
+        offloaded=offloaded,
+        meter=StepMeter(pipe, watched=False),
         memory_cure=TRAITS.step_memory_cure,
     )
 
@@ -138,7 +139,7 @@ class Slicing:
             spec.devices[0],
             self._facts(),
             buffers=self._buffers,
-            stores_gradients=update_waits(spec.objective),
+            stores_gradients=waits(spec.objective),
             micro_batches=spec.chunks,
             recomputed=self._recomputed,
             batch_bytes=spec.chunks
@@ -159,3 +160,44 @@ class Slicing:
             "an engine that offloads needs to know the sizes of activations"
         )
         return self.spec.make_sample()
+
+
+def offload_layers(
+    to: str, spec: EngineSpec, workers: Sequence[int], *, buffers: int = 2, in_background: bool = True
+) -> OffloadedParameters:
+    """Move the parameters of every slice to a tier, and give each worker what brings them back.
+
+    workers: for each slice of `spec.balance`, which of the devices runs it.
+    """
+    assert spec.make_sample is not None, "an engine that offloads needs to know the sizes of activations"
+    module, balance, devices = spec.module, spec.balance, spec.devices
+    tier = CpuTier(devices) if to == "cpu" else DiskTier(spec.scratch)
+    # Space for the whole training state is reserved before a parameter moves, so a disk that is too small fails with
+    # the model still intact, and not in a step.
+    nbytes = sum(layer_bytes(module)) + sum(trained_bytes(spec))
+    if to != "cpu":  # the file has the inputs from which slices are recomputed too
+        recomputed = checkpoint_stops(spec.checkpoint, len(balance), spec.chunks)
+        nbytes += boundary_bytes(module, balance, recomputed, spec.make_sample)
+    tier.reserve(nbytes)
+    value_of = put_parameters_on(devices[0], module)
+    parameters = SlicedParameters.of(module, balance)
+    parameters.place_shared([devices[worker] for worker in workers], value_of)
+    slices = parameters.store(tier, value_of)
+    prefetchers = []
+    for worker, device in enumerate(devices):
+        own = {index: slices[index] for index, owner in enumerate(workers) if owner == worker}
+        prefetchers.append(SlicePrefetcher(own, tier, device, buffers=buffers, in_background=in_background))
+    return OffloadedParameters(tier, prefetchers, list(parameters.shared))
+
+
+def trained_bytes(spec: EngineSpec) -> list[int]:
+    """For each layer the bytes that training stores in addition to its weights."""
+    states = optimizer_bytes(spec.module, spec.objective.optimizer)
+    if not waits(spec.objective):
+        return states
+    gradients = layer_bytes(spec.module, trained_only=True)
+    return [state + own for state, own in zip(states, gradients, strict=True)]
+
+
+def waits(objective: TrainingObjective) -> bool:
+    return update_waits(objective.clip_grad_norm, scale_loss=objective.precision == "fp16")

@@ -12,7 +12,7 @@ from gpipe_cli.distributed.rank_pipe import rank_of_layer, rank_pipe
 from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.engines.collectives import RankCollectives
-from gpipe_cli.engines.pipe_engine import PipeEngine
+from gpipe_cli.engines.engine import PipelineEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule import traits
@@ -48,11 +48,9 @@ def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
         trained = [parameter for parameter in pipe.module.parameters() if parameter.requires_grad]
         shards = ParameterShards([parameter for parameter in trained if not parameter.is_meta], coords)
     ranks = rank_of_layer(spec.balance, coords)
-    return PipeEngine(
+    return PipelineEngine(
         pipe,
         replace(spec, module=pipe.module, devices=[coords.device]),
-        input_device=coords.device,
-        output_device=coords.device,
         collectives=RankCollectives(coords, pipe.module, ranks, sharded=shards is not None),
         shards=shards,
     )

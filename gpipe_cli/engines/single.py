@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe_cli.engines.pipe_engine import PipeEngine
+from gpipe_cli.engines.engine import PipelineEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.partitioning import move_to_devices
@@ -32,6 +32,4 @@ def build(spec: EngineSpec) -> Engine:
     pipe = plain_pipe(
         spec.module, chunks=spec.chunks, deferred_batch_norm=spec.deferred_batch_norm, device=device
     )
-    return PipeEngine(
-        pipe, spec, input_device=device, output_device=device, memory_cure=TRAITS.step_memory_cure
-    )
+    return PipelineEngine(pipe, spec, memory_cure=TRAITS.step_memory_cure)

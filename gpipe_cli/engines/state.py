@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -72,24 +72,31 @@ def module_state(module: nn.Module, referenced: Collection[str] = ()) -> EngineS
 
 
 def load_module(module: nn.Module, state: EngineState, referenced: Collection[str] = ()) -> None:
-    """The state must have exactly the module's names, shapes and dtypes; it may lack names in `referenced`.
-
-    Of a state that is read on demand, only the tensors that this process has are read, some at a time.
-    """
+    """The state must have exactly the module's names, shapes and dtypes; it may lack names in `referenced`."""
     check_state(module, state, referenced)
-    own = module_state(module)
-    present = {name: tensor for name, tensor in own.model.items() if name in state.model}
+    load_tensors(module, state, [name for name in module_state(module).model if name in state.model])
+    load_buffers(module, state)
+
+
+def load_tensors(module: nn.Module, state: EngineState, names: Sequence[str]) -> None:
+    """Load parameters and buffers; of a state that is read on demand, some at a time."""
     try:
         with warnings.catch_warnings():
             # A batch norm of another process, on the meta device, adds the count that it misses in the state.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
-            for names in [list(present)] if state.fetch is None else _chunks(present):
-                module.load_state_dict({name: state.value(state.model[name]) for name in names}, strict=False)
+            for some in (
+                [names] if state.fetch is None else _chunks({name: state.model[name] for name in names})
+            ):
+                module.load_state_dict({name: state.value(state.model[name]) for name in some}, strict=False)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
-    for name, buffer in own.buffers.items():
+
+
+def load_buffers(module: nn.Module, state: EngineState) -> None:
+    """Load the buffers of this process that a state_dict leaves out."""
+    for name, buffer in module_state(module).buffers.items():
         buffer.copy_(state.value(state.buffers[name]))
 
 
@@ -203,11 +210,7 @@ class OptimizerState:
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
             states.setdefault(name, {})[key] = tensor
-        # A placeholder for an optimizer without parameters has the name "".
-        if unknown := states.keys() - (set(self._names.values()) - {""}):
-            raise RunError(
-                f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5]) or repr('')}"
-            )
+        self.check_names(states)
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         for name, _ in self._named_parameters():
             if name in states:
@@ -228,6 +231,14 @@ class OptimizerState:
         # By index, as torch wants it; snapshots hold names, because indices depend on the partitioning.
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_rounding(order, state)
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise RunError unless each is a parameter that this or another process trains."""
+        # A placeholder for an optimizer without parameters has the name "".
+        if unknown := set(names) - (set(self._names.values()) - {""}):
+            raise RunError(
+                f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5]) or repr('')}"
+            )
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Without the placeholder, whose name is empty."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, offload_layers
-from gpipe_cli.engines.pipe_engine import PipeEngine
+from gpipe_cli.engines.engine import PipelineEngine
+from gpipe_cli.engines.offload import offload_layers
+from gpipe_cli.engines.parameters import OffloadedParameters
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.errors import ConfigError
@@ -23,19 +24,8 @@ def build(spec: EngineSpec, offload: str | None = None) -> Engine:
     """offload: the tier that keeps a partition's parameters and optimizer state while no worker uses it."""
     pipe, offloaded = make_pipe(spec, offload)
     pipe.step_timeout = spec.step_timeout
-    input_device, output_device = pipe.input_device, pipe.output_device
     meter = StepMeter(pipe, watched=spec.measure_utilization)
-    if offloaded is not None:
-        return OffloadEngine(
-            pipe,
-            spec,
-            offloaded,
-            meter,
-            input_device=input_device,
-            output_device=output_device,
-            memory_cure=TRAITS.step_memory_cure,
-        )
-    return PipeEngine(pipe, spec, input_device=input_device, output_device=output_device, meter=meter)
+    return PipelineEngine(pipe, spec, offloaded=offloaded, meter=meter)
 
 
 def make_pipe(spec: EngineSpec, offload: str | None) -> tuple[Pipe, OffloadedParameters | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, final
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from gpipe_cli.accelerator.copies import start_copy
 from gpipe_cli.accelerator.devices import is_accelerator
-from gpipe_cli.engines.collectives import Collectives, SingleProcess
+from gpipe_cli.engines.collectives import Collectives
+from gpipe_cli.engines.parameters import EngineParameters, Group
 from gpipe_cli.errors import NumericError
 from gpipe_cli.offload.slices import Part, Slice
 from gpipe_cli.torch_internals.optimizers import foreach_norm
@@ -31,154 +32,61 @@ MAX_CONSECUTIVE_SKIPS = 20
 
 @final
 @dataclass(frozen=True)
-class UpdateFacts:
+class UpdateResult:
     grad_norm: float | None = None
     skipped: bool = False
 
 
 @final
-class LossScale:
-    """The GradScaler of fp16 training, and how many updates in a row overflowed."""
-
-    def __init__(self, device: torch.device, *, enabled: bool) -> None:
-        self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
-        self._consecutive_skips = 0
-
-    def finish_step(self, grad_norm: float | None) -> UpdateFacts:
-        """Adapt the scale after an update that was made or skipped; raise if too many in a row were skipped."""
-        before = self.scaler.get_scale()
-        self.scaler.update()
-        # The scaler tells of a skipped update only by lowering its scale.
-        skipped = self.scaler.get_scale() < before
-        self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
-        if self._consecutive_skips == MAX_CONSECUTIVE_SKIPS:
-            raise NumericError(
-                f"the gradients overflowed in {MAX_CONSECUTIVE_SKIPS} steps in a row, down to a loss scale of "
-                f"{self.scaler.get_scale():g}; try a smaller optimizer.lr, precision=bf16 or precision=fp32"
-            )
-        return UpdateFacts(grad_norm, skipped)
-
-
-@final
 class Update:
-    """Owns the optimizer and, for fp16, the loss scale."""
+    """Updates the parameters of an engine group by group, and adapts the loss scale of fp16 training.
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[nn.Parameter],
-        *,
-        clip_grad_norm: float | None,
-        scale_loss: bool,
-        device: torch.device,
-        collectives: Collectives | None = None,
-        of_others: Sequence[nn.Parameter] = (),
-    ) -> None:
-        """parameters: all whose gradients count, in the order of the model's names.
-        of_others: those among them that optimizers of other processes update.
-        """
-        self.optimizer = optimizer
-        self._unscaled = [optimizer]
-        if of_others:
-            # The scaler takes gradients from an optimizer; this one updates nothing and has no state.
-            self._unscaled.append(torch.optim.SGD(of_others))
-        self._collectives = collectives or SingleProcess()
-        self._parameters = parameters
-        self._clip = clip_grad_norm
-        self._loss_scale = LossScale(device, enabled=scale_loss)
-        self.scaler = self._loss_scale.scaler
-        # The scaler creates its scale when it sees the first loss, which a process without the last layer never does.
-        self.scaler.scale(torch.zeros((), device=device))
-
-    def begin(self) -> None:
-        """Drop the gradients of the previous step."""
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def norms(self) -> Tensor:
-        """Undo the loss scale, and take the norms of the gradients of this process."""
-        # Before norms are taken: clipping compares the true norm with its limit.
-        for optimizer in self._unscaled:
-            self.scaler.unscale_(optimizer)
-        # scaler.step decides by what unscale_ recorded. If one rank skipped the update and another did not, their
-        # parameters would never match again.
-        self._collectives.agree_on_overflow(self.scaler)
-        return norms_of([parameter.grad for parameter in self._parameters])
-
-    def apply(self, loss: float, norms: Tensor, lr: float) -> UpdateFacts:
-        """Update every parameter, or skip the update if scaled gradients overflowed; norms: of all processes."""
-        # Before the gradients, which are not finite either then: the loss is the more telling message.
-        require_finite_loss(loss)
-        set_lr(self.optimizer, lr)
-        # Also without clipping: the norm is the check for finite gradients.
-        norm = global_norm(norms)
-        finite = is_finite(norm, self.scaler)
-        if finite and self._clip is not None:
-            _scale(self._parameters, clip_factor(norm, self._clip))
-        # For fp16 this skips the update after an overflow; otherwise it is optimizer.step.
-        self.scaler.step(self.optimizer)
-        return self._loss_scale.finish_step(norm if finite else None)
-
-
-SliceTour = Callable[[Sequence[Part], Collection[Part]], Iterator[Slice]]
-"""Brings in all slices, one after another: which parts of each, and which of them the caller changes."""
-
-
-@final
-@dataclass
-class ResidentParameters:
-    """Trained parameters that stay on the device because several slices share them, with their optimizer."""
-
-    trained: list[nn.Parameter]
-    optimizer: torch.optim.Optimizer | None = None
-
-
-@final
-class SliceUpdate:
-    """Updates an offloaded model slice by slice, each as soon as its backward is done; each slice has an optimizer.
-
-    Clipping and fp16 need the gradients of all slices first. Then each slice stores its gradients, and a second tour
-    over all slices updates them. The order of norms is that of `Update`, so both compute the same numbers.
+    A slice of an offloaded model is updated as soon as its backward is done. Clipping and fp16 need the gradients of
+    all slices first: then each slice stores its gradients, and a second visit to all slices updates them.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
-        resident: ResidentParameters,
-        tour: SliceTour,
+        parameters: EngineParameters,
         *,
         clip_grad_norm: float | None,
         scale_loss: bool,
         device: torch.device,
+        collectives: Collectives,
     ) -> None:
-        self._loss_scale = LossScale(device, enabled=scale_loss)
-        self.scaler = self._loss_scale.scaler
-        self.lr = 0.0
-        """Of the step that comes next."""
-        self._parameters = parameters
-        self._resident = resident
-        self._tour = tour
-        self._clip = clip_grad_norm
-        self._device = device
+        self._parameters, self._clip = parameters, clip_grad_norm
+        self._device, self._collectives = device, collectives
+        self.scaler = torch.amp.GradScaler(device.type, enabled=scale_loss)
+        # The scaler creates its scale when it sees the first loss, which a process without the last layer never does.
+        self.scaler.scale(torch.zeros((), device=device))
+        others = [] if parameters.shards is None else parameters.shards.others
+        # The scaler takes gradients from an optimizer; this one updates nothing and has no state.
+        self._of_others = torch.optim.SGD(others) if others else None
+        self._lr = 0.0
         self._norms: dict[nn.Parameter, float] = {}
-        self._usable = True
+        self._is_usable = True
+        self._overflowed = False
+        self._consecutive_skips = 0
         self._failed = False
+        for prefetcher in parameters.prefetchers:
+            prefetcher.completion = self
 
     @property
     def _is_immediate(self) -> bool:
-        return self._clip is None and not self.scaler.is_enabled()
+        return not update_waits(self._clip, scale_loss=self.scaler.is_enabled())
 
     @property
     def needs(self) -> Collection[Part]:
         """The parts of a slice besides its weights that `completed` works on."""
         return (Part.STATE,) if self._is_immediate else ()
 
-    def begin(self) -> None:
-        """Forget the previous step."""
-        for parameter in self._parameters:
+    def begin(self, lr: float) -> None:
+        """Forget the previous step. lr: of the step that comes next."""
+        for parameter in self._parameters.trained:
             parameter.grad = None
+        self._lr = lr
         self._norms.clear()
-        self._usable = True
+        self._is_usable = True
 
     def completed(self, slice: Slice) -> Collection[Part]:
         """Called on the worker thread when the gradients of a slice are complete; the parts that have changed."""
@@ -187,56 +95,91 @@ class SliceUpdate:
         # The worker has re-entered the caller's autocast, which must not affect an optimizer that multiplies matrices.
         with torch.autocast(self._device.type, enabled=False):
             self._record_norms(slice)
-            if self._usable:
-                return _step(slice, self.lr) if self._is_immediate else (Part.GRADIENTS,)
+            # The norm of finite numbers may still overflow, which is no reason to lower the loss scale.
+            self._is_usable = self._is_usable and all(
+                math.isfinite(self._norms[parameter])
+                or (self.scaler.is_enabled() and bool(torch.isfinite(parameter.grad).all()))
+                for parameter in slice.trained
+                if parameter.grad is not None
+            )
+            if self._is_usable and not self._is_immediate:
+                return (Part.GRADIENTS,)
+            if self._is_usable:
+                self._step(slice)
+                return () if slice.optimizer is None else (Part.WEIGHTS, Part.STATE)
             if self.scaler.is_enabled():  # fp16 overflowed, which is normal
                 _drop_gradients(slice)
             return ()  # otherwise the gradients stay, so that the first nonfinite one can be named
 
     def norms(self) -> Tensor:
-        """None: slices take theirs as soon as they are completed."""
-        return torch.empty(0, dtype=torch.float64)
+        """Undo the loss scale, and take the norms of the gradients of this process."""
+        self._record_norms(self._parameters.resident)
+        # If one rank skipped the update and another did not, their parameters would never match again.
+        self._overflowed = self._collectives.agree_on_overflow(self.scaler)
+        recorded = [self._norms.get(parameter, NO_GRADIENT) for parameter in self._parameters.trained]
+        return torch.tensor(recorded, dtype=torch.float64)
 
-    def apply(self, loss: float, norms: Tensor, lr: float) -> UpdateFacts:
-        """Do what has to wait until every slice is completed."""
+    def apply(self, loss: float, norms: Tensor) -> UpdateResult:
+        """Update what is not updated yet, or skip it if scaled gradients overflowed; norms: of all processes."""
         try:
+            # Before the gradients, which are not finite either then: the loss is the more telling message.
             require_finite_loss(loss)
-            self._record_norms(self._resident)
-            recorded = [self._norms.get(parameter, NO_GRADIENT) for parameter in self._parameters]
-            norm = global_norm(torch.tensor(recorded, dtype=torch.float64))
+            # Also without clipping: the norm is the check for finite gradients.
+            norm = global_norm(norms)
             finite = is_finite(norm, self.scaler)
         except NumericError:
             self._failed = True
             raise
-        if self._usable:
-            factor = clip_factor(norm, self._clip) if finite and self._clip is not None else 1.0
-            self._update_remaining(factor, lr)
-        return self._loss_scale.finish_step(norm if finite else None)
+        if not self._overflowed:
+            self._update_remaining(
+                clip_factor(norm, self._clip) if finite and self._clip is not None else None
+            )
+        return self._finish(norm if finite else None)
 
-    def _record_norms(self, group: Slice | ResidentParameters) -> None:
+    def _update_remaining(self, factor: float | None) -> None:
+        parts = (Part.WEIGHTS, Part.STATE, Part.GRADIENTS)
+        groups = self._parameters.visit(parts, (Part.WEIGHTS, Part.STATE))
+        for group in [self._parameters.resident] if self._is_immediate else groups:
+            if factor is not None:
+                _scale(group.trained, factor)
+            self._step(group)
+
+    def _finish(self, grad_norm: float | None) -> UpdateResult:
+        """Adapt the loss scale after an update that was made or skipped; raise if too many in a row were skipped."""
+        self.scaler.update()
+        self._consecutive_skips = self._consecutive_skips + 1 if self._overflowed else 0
+        if self._consecutive_skips == MAX_CONSECUTIVE_SKIPS:
+            raise NumericError(
+                f"the gradients overflowed in {MAX_CONSECUTIVE_SKIPS} steps in a row, down to a loss scale of "
+                f"{self.scaler.get_scale():g}; try a smaller optimizer.lr, precision=bf16 or precision=fp32"
+            )
+        return UpdateResult(grad_norm, self._overflowed)
+
+    def _record_norms(self, group: Group) -> None:
         """Undo the loss scale and record the norms."""
-        if group.optimizer is not None:
-            # unscale_ also records overflows for each optimizer; scaler.update adapts the scale to all of them.
-            self.scaler.unscale_(group.optimizer)
+        # Before norms are taken: clipping compares the true norm with its limit.
+        for optimizer in (group.optimizer, None if isinstance(group, Slice) else self._of_others):
+            if optimizer is not None:
+                # This also records overflows for each optimizer; scaler.update adapts the scale to all of them.
+                self.scaler.unscale_(optimizer)
         gradients = {parameter: parameter.grad for parameter in group.trained if parameter.grad is not None}
         # The one wait of the host in the update of a slice: it must know that the gradients are finite.
-        norms = dict(zip(gradients, norms_of(list(gradients.values())).tolist(), strict=True))
-        self._norms |= norms
-        # The norm of finite numbers may still overflow, which is no reason to lower the loss scale.
-        self._usable = self._usable and all(
-            math.isfinite(norm)
-            or (self.scaler.is_enabled() and bool(torch.isfinite(gradients[parameter]).all()))
-            for parameter, norm in norms.items()
-        )
+        self._norms |= zip(gradients, norms_of(list(gradients.values())).tolist(), strict=True)
 
-    def _update_remaining(self, factor: float, lr: float) -> None:
-        if not self._is_immediate:
-            parts = (Part.WEIGHTS, Part.STATE, Part.GRADIENTS)
-            for slice in self._tour(parts, (Part.WEIGHTS, Part.STATE)):
-                _scale(slice.trained, factor)
-                _step(slice, lr)
-        _scale(self._resident.trained, factor)
-        _step(self._resident, lr)
+    def _step(self, group: Group) -> None:
+        """Update the parameters in memory."""
+        if group.optimizer is None:
+            return
+        set_lr(group.optimizer, self._lr)
+        # Not scaler.step, which would judge this group alone: fp16 decides over all groups whether to update.
+        group.optimizer.step()
+        if isinstance(group, Slice):
+            _drop_gradients(group)
+
+
+def update_waits(clip_grad_norm: float | None, *, scale_loss: bool) -> bool:
+    """Whether the update waits for the gradients of all slices, which are stored until then."""
+    return clip_grad_norm is not None or scale_loss
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -305,17 +248,6 @@ def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
             parameter.grad.mul_(factor)
 
 
-def _step(group: Slice | ResidentParameters, lr: float) -> Collection[Part]:
-    """Update the parameters in memory; the parts that have changed."""
-    if group.optimizer is None:
-        return ()
-    set_lr(group.optimizer, lr)
-    # Not scaler.step, which would judge this slice alone: fp16 decides over all slices whether to update.
-    group.optimizer.step()
-    _drop_gradients(group)
-    return (Part.WEIGHTS, Part.STATE)
-
-
-def _drop_gradients(group: Slice | ResidentParameters) -> None:
-    for parameter in group.trained:
+def _drop_gradients(slice: Slice) -> None:
+    for parameter in slice.trained:
         parameter.grad = None

@@ -16,17 +16,20 @@ def foreach_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def agree_on_overflow(
     scaler: torch.amp.GradScaler, device: torch.device, largest: Callable[[Tensor], Tensor]
-) -> None:
+) -> bool:
     """After `unscale_`: replace the scaler's results, of all optimizers, by the largest of all processes.
+
+    Returns whether gradients overflowed in any of them.
 
     The scaler looks at the gradients of this process only. Where other processes hold other parameters of the same
     model, either all of them skip the step or none.
     """
     if not scaler.is_enabled():
-        return
+        return False
     of_optimizers = [state["found_inf_per_device"] for state in scaler._per_optimizer_states.values()]
     values = [value.to(device) for found_inf in of_optimizers for value in found_inf.values()]
     agreed = largest(torch.stack(values).max() if values else torch.zeros((), device=device))
     for found_inf in of_optimizers:
         found_inf.clear()
         found_inf[device] = agreed
+    return bool(agreed)

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from gpipe_cli import is_recomputing
 from gpipe_cli.distributed import get_group, setup_process_groups
-from gpipe_cli.engines.pipe_engine import PipeEngine
+from gpipe_cli.engines.engine import PipelineEngine
 from gpipe_cli.engines.state import EngineState, merged_engine_numbers
 from tests.distributed.cases import Case, CaseResult, run
 from tests.support.forked_ranks import run_ranks
@@ -106,8 +106,8 @@ def _run_case(case: Case, ranks: int) -> tuple[CaseResult, dict[str, Any]]:
         result = run(case, engine, batch, range(case.resumed, len(case.rows)))
     except Exception as error:  # noqa: BLE001 - the test checks which error it is
         notes |= {"error": type(error).__name__, "text": str(error), "notes": getattr(error, "__notes__", [])}
-    assert isinstance(engine, PipeEngine) and engine._optimizer_state is not None
-    of_optimizer = engine._optimizer_state.take()[0]
+    assert isinstance(engine, PipelineEngine)
+    of_optimizer = engine._parameters.state(()).optimizer
     notes["optimizer_bytes"] = sum(tensor.nbytes for tensor in of_optimizer.values())
     own = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in own.values())).hexdigest()

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.distributed import gradient_buckets
+from gpipe_cli.engines.collectives import SingleProcess
+from gpipe_cli.engines.parameters import EngineParameters
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.update import Update
-from gpipe_cli.engines.weight_average import exchange_weights
 from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.layer import replica_key
 from tests.distributed.cases import AVERAGED, MOMENTUM, THERE_AND_BACK, Case, CaseResult, run
@@ -278,11 +279,12 @@ def replicas_alone(case: Case) -> EngineState:
     parameters, loss = list(pipes[0].parameters()), make(case.task, 1).loss
     make_optimizer = case.objective(loss, make(case.task, 1).model).optimizer
     assert make_optimizer is not None
-    optimizer = make_optimizer(pipes[0].named_parameters())
+    model, cpu = EngineParameters(pipes[0], make_optimizer), torch.device("cpu")
     update = Update(
-        optimizer, parameters, clip_grad_norm=case.clip, scale_loss=False, device=torch.device("cpu")
+        model, clip_grad_norm=case.clip, scale_loss=False, device=cpu, collectives=SingleProcess(cpu)
     )
     for step in range(len(case.rows)):
+        update.begin(0.01)
         for replica, pipe in enumerate(pipes):
             pipe.train().zero_grad()
             input, target = case.batch(step, replica, 2)
@@ -291,18 +293,14 @@ def replicas_alone(case: Case) -> EngineState:
         for first, second in zip(parameters, pipes[1].parameters(), strict=True):
             assert first.grad is not None and second.grad is not None
             first.grad += second.grad
-        update.apply(0.0, update.norms(), 0.01)
+        update.apply(0.0, update.norms())
         for first, second in zip(pipes[0].buffers(), pipes[1].buffers(), strict=True):
             if first.is_floating_point():
                 first.copy_((first + second) / 2)
         pipes[1].load_state_dict(pipes[0].state_dict())
-    exchange_weights(optimizer)  # a state has the averages
-    states = {
-        f"{name}/{key}": value
-        for name, parameter in pipes[0].named_parameters()
-        for key, value in optimizer.state[parameter].items()
-    }
-    return EngineState(pipes[0].state_dict(), optimizer=states)
+    if model.must_exchange(averages=True):
+        model.exchange_averages()  # a state has the averages
+    return EngineState(pipes[0].state_dict(), optimizer=model.state(()).optimizer)
 
 
 def test_replicas_are_bitwise_the_sum_of_those_that_work_alone(rank_folder: RankFolder) -> None:

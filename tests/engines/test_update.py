@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_cli.engines.update import Update, UpdateFacts, global_norm, norms_of
+from gpipe_cli.engines.collectives import SingleProcess
+from gpipe_cli.engines.parameters import EngineParameters
+from gpipe_cli.engines.update import Update, UpdateResult, global_norm, norms_of
 from gpipe_cli.errors import NumericError
 
 CPU = torch.device("cpu")
@@ -22,12 +25,16 @@ def parameters(*gradients: list[float]) -> list[nn.Parameter]:
 
 
 def update(of: list[nn.Parameter], *, clip: float | None = None, fp16: bool = False) -> Update:
-    optimizer = torch.optim.SGD(of, lr=99.0)
-    return Update(optimizer, of, clip_grad_norm=clip, scale_loss=fp16, device=CPU)
+    model = EngineParameters(nn.ParameterList(of), partial(torch.optim.SGD, lr=99.0))
+    return Update(model, clip_grad_norm=clip, scale_loss=fp16, device=CPU, collectives=SingleProcess(CPU))
 
 
-def apply(updating: Update, *, loss: float, lr: float) -> UpdateFacts:
-    return updating.apply(loss, updating.norms(), lr)
+def apply(updating: Update, *, loss: float, lr: float) -> UpdateResult:
+    gradients = [parameter.grad for parameter in updating._parameters.trained]
+    updating.begin(lr)
+    for parameter, gradient in zip(updating._parameters.trained, gradients, strict=True):
+        parameter.grad = gradient
+    return updating.apply(loss, updating.norms())
 
 
 def test_the_rate_of_the_step_is_the_one_given() -> None:
@@ -39,7 +46,7 @@ def test_the_rate_of_the_step_is_the_one_given() -> None:
 
 def test_gradients_are_forgotten_before_a_step() -> None:
     (only,) = parameters([0.5])
-    update([only]).begin()
+    update([only]).begin(0.1)
     assert only.grad is None
 
 

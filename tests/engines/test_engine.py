@@ -315,7 +315,7 @@ def test_an_engine_records_one_early_step_whether_or_not_it_is_measured(offload:
     assert [step for step, fact in enumerate(facts, 1) if fact.timeline is not None] == [RECORDED_STEP]
     timeline = facts[RECORDED_STEP - 1].timeline
     assert timeline is not None and 0 <= timeline.bubble < 1
-    assert {(piece.action.partition, piece.phase) for piece in timeline.pieces} >= {
+    assert {(span.action.partition, span.phase) for span in timeline.spans} >= {
         (partition, phase) for partition in (0, 1) for phase in ("forward", "backward")
     }
     assert all(fact.utilization is None for fact in facts), "nobody watches"

@@ -1,4 +1,4 @@
-"""The engine behind all others: one training or evaluation step on a pipe.
+"""The engine: one training or evaluation step on a pipe.
 
 Engines differ in their pipe and in the processes they share the work with. When a loss or gradient is not finite, the
 engine runs the failed step again to name the layer it came from.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ from gpipe_cli.accelerator.devices import peak_bytes, reset_peaks
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
+from gpipe_cli.engines.parameters import EngineParameters, OffloadedParameters
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts
-from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
+from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.state_check import check_scaler
 from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.engines.training_loss import DTYPES, TrainingLoss, unscaled_loss
-from gpipe_cli.engines.update import Update, UpdateFacts
-from gpipe_cli.engines.weight_average import exchange_weights, is_averaging, without_averages
+from gpipe_cli.engines.update import Update
 from gpipe_cli.errors import NumericError
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.pipeline.loss import row_weights
@@ -37,33 +37,20 @@ from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
 
 
-class GradientUpdate(Protocol):
-    """What `Update` and `SliceUpdate` have in common; the latter has done most of its work during the step."""
-
-    scaler: torch.amp.GradScaler
-
-    def begin(self) -> None: ...
-    def norms(self) -> Tensor: ...
-    def apply(self, loss: float, norms: Tensor, lr: float) -> UpdateFacts: ...
-
-
 @final
-class PipeEngine:
+class PipelineEngine:
     def __init__(
         self,
         pipe: Pipe,
         spec: EngineSpec,
         *,
-        input_device: torch.device,
-        output_device: torch.device,
+        offloaded: OffloadedParameters | None = None,
         collectives: Collectives | None = None,
         shards: ParameterShards | None = None,
-        update: GradientUpdate | None = None,
         meter: StepMeter | None = None,
         memory_cure: str = STEP_CURE,
     ) -> None:
         """shards: None if this process updates all its parameters.
-        update: None makes one from the spec, and includes its optimizer in the engine's state.
         memory_cure: what to try if memory runs out in a training step.
         """
         self.module = spec.module
@@ -76,32 +63,46 @@ class PipeEngine:
         if spec.log_layers:
             pipe.log_layers()
         self._objective, self._balance, self._eval_chunks = spec.objective, spec.balance, spec.eval_chunks
-        self._input_device, self._output_device = input_device, output_device
+        devices = list(pipe.partition_devices.values())
+        self._input_device, self._output_device = devices[0], devices[-1]
         self._devices = spec.devices
         reset_peaks(self._devices)
         self._memory_cure = memory_cure
-        self._collectives = collectives or SingleProcess()
-        self._shards = shards
+        self._collectives = collectives or SingleProcess(self._output_device)
         self._meter = meter
-        # Stands in where a process has no parameters, because torch creates no optimizer without any.
-        self._placeholder = nn.Parameter(torch.zeros(0))
-        own = self._make_update() if update is None else None
-        self._update: GradientUpdate | None = own if update is None else update
-        self._optimizer_state = None if own is None else self._make_optimizer_state(own)
-        self._averages = own is not None and is_averaging(own.optimizer)
-        self._uses_averages = False
+        self._offloaded = offloaded
+        objective = spec.objective
+        self._parameters = EngineParameters(
+            spec.module, objective.optimizer, offloaded=offloaded, shards=shards
+        )
         self._wait_before_update: Callable[[], None] = lambda: None
+        self._update: Update | None = None
+        if objective.optimizer is not None:
+            self._update = Update(
+                self._parameters,
+                clip_grad_norm=objective.clip_grad_norm,
+                scale_loss=objective.precision == "fp16",
+                device=self._output_device,
+                collectives=self._collectives,
+            )
         # One function object for all steps: a pipe remembers whether the last loss function drew random numbers.
         self._training_loss = (
             None
             if self._update is None
-            else TrainingLoss(self._objective, self._update.scaler, output_device)
+            else TrainingLoss(self._objective, self._update.scaler, self._output_device)
         )
 
     def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
         self._use_averages(False)
+        offloaded = self._offloaded
+        before = None if offloaded is None else offloaded.transfers
+        if before is not None:
+            self._wait_before_update()  # slices are updated in the middle of the step
         with self._reports_out_of_memory("", self._memory_cure):
-            return self._train_step(batch, key, lr, measure)
+            facts = self._train_step(batch, key, lr, measure)
+        if offloaded is None or before is None:
+            return facts
+        return replace(facts, transfers=offloaded.transfers.since(before))
 
     def _train_step(self, batch: Batch, key: int, lr: float, measure: bool) -> StepFacts:
         assert self._update is not None and self._training_loss is not None, (
@@ -109,7 +110,7 @@ class PipeEngine:
         )
         weights = row_weights(self._objective.loss, batch[1], len(batch[1]))
         input, target = self._to_devices(batch)
-        self._update.begin()
+        self._update.begin(lr)
         self._training_loss.begin(weights, measure=measure)
         meter = self._meter
         with nullcontext() if meter is None else meter.next_step(measured=measure):
@@ -124,7 +125,7 @@ class PipeEngine:
         self._wait_before_update()
         try:
             with self._reports_out_of_memory("updating the parameters", self._memory_cure):
-                update = self._update.apply(facts.loss, norms, lr)
+                update = self._update.apply(facts.loss, norms)
         except NumericError as error:
             # All ranks are here, since loss and norms are equal in all of them: the collectives below find their
             # partners.
@@ -197,35 +198,24 @@ class PipeEngine:
 
     def state(self) -> EngineState:
         self._use_averages(True)
-        state = module_state(self.module, self._referenced)
+        state = self._parameters.state(self._referenced)
         if self._update is not None:
-            tensors, numbers = ({}, {}) if self._optimizer_state is None else self._optimizer_state.take()
-            numbers = {"optimizer": numbers, "scaler": self._update.scaler.state_dict()}
-            state = replace(state, optimizer=tensors, numbers=numbers)
+            numbers = {**state.numbers, "scaler": self._update.scaler.state_dict()}
+            state = replace(state, numbers=numbers)
         # The last update may still be queued, and the thread that writes a snapshot may use other streams.
         synchronize(self._devices)
         return self._collectives.saved_part(state)
 
     def load_state(self, state: EngineState) -> None:
-        if self._update is not None and not (self._averages or state.resets_optimizer):
-            state = without_averages(state, self.module)
-        load_module(self.module, state, self._referenced)
-        if self._update is None or state.resets_optimizer:
-            return
-        if self._optimizer_state is not None:
-            self._optimizer_state.put(state.optimizer, state.numbers.get("optimizer", {}), state.value)
-            self._uses_averages = self._averages
-        load_scaler(self._update.scaler, state)
+        self._parameters.load(state, self._referenced)
+        if self._update is not None and not state.resets_optimizer:
+            load_scaler(self._update.scaler, state)
 
     def _use_averages(self, use: bool) -> None:
         """With `ema`, evaluate and save the averages of the weights; the weights of the training take their place."""
-        if self._averages and self._uses_averages != use:
+        if self._parameters.must_exchange(use):
             self._wait_before_update()
-            assert isinstance(self._update, Update), "an optimizer of this engine has averages"
-            exchange_weights(self._update.optimizer)
-            if self._shards is not None:
-                self._shards.exchange()
-            self._uses_averages = use
+            self._parameters.exchange_averages()
 
     def before_update(self, wait: Callable[[], None]) -> None:
         self._wait_before_update = wait
@@ -234,7 +224,10 @@ class PipeEngine:
         return self._collectives.peak_bytes([peak_bytes(device) for device in self._devices])
 
     def close(self) -> None:
+        # The pipe's workers first: they submit copies to the threads that move slices.
         self._pipe.close()
+        if self._offloaded is not None:
+            self._offloaded.close()
 
     def _reports_out_of_memory(self, doing: str, cure: str) -> AbstractContextManager[None]:
         return report_out_of_memory(doing, cure, self._pipe.partition_devices)
@@ -255,39 +248,6 @@ class PipeEngine:
         finally:
             self._pipe.train(training)
             self._pipe.chunks = chunks
-
-    def _make_update(self) -> Update | None:
-        make = self._objective.optimizer
-        if make is None:
-            return None
-        check_optimizer(make)
-        # Parameters on the meta device belong to other processes.
-        parameters = [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and not parameter.is_meta
-        ]
-        own, shards = parameters, self._shards
-        if shards is not None:
-            updated_here = set(shards.own)
-            own = [(name, parameter) for name, parameter in parameters if parameter in updated_here]
-        optimizer = make(own or [("", self._placeholder)])
-        if shards is not None:
-            optimizer.register_step_post_hook(lambda *_: shards.exchange())
-        return Update(
-            optimizer,
-            [parameter for _, parameter in parameters],
-            clip_grad_norm=self._objective.clip_grad_norm,
-            scale_loss=self._objective.precision == "fp16",
-            device=self._output_device,
-            collectives=self._collectives,
-            of_others=() if shards is None else shards.others,
-        )
-
-    def _make_optimizer_state(self, update: Update) -> OptimizerState:
-        named = {parameter: name for name, parameter in self.module.named_parameters()}
-        assert self._objective.optimizer is not None, "an update needs one"
-        return OptimizerState(update.optimizer, {**named, self._placeholder: ""}, self._objective.optimizer)
 
     def _to_devices(self, batch: Batch) -> tuple[ModelInput, Tensor]:
         input, target = batch
