@@ -209,3 +209,27 @@ def test_modules_that_must_load_fast_do_not_import_torch() -> None:
 )
 def test_the_rule_distinguishes_down_from_up(importer: str, imported: str, allowed: bool) -> None:
     assert is_allowed(importer, imported) == allowed
+
+
+def loaded_by(name: str) -> set[str]:
+    """The modules of the package that importing one loads: what is imported in functions or for types alone is not."""
+    known, loaded = modules(), set[str]()
+    waiting = [name]
+    while waiting:
+        parts = waiting.pop().split(".")
+        for each in (".".join(parts[: count + 1]) for count in range(len(parts))):
+            if each in known and each not in loaded:
+                loaded.add(each)
+                body = [node for node in known[each].body if isinstance(node, ast.Import | ast.ImportFrom)]
+                found = imports(each, ast.Module(body, []))
+                waiting += filter(None, (imported.imported.partition(".")[2] for imported in found))
+    return loaded
+
+
+def test_a_training_run_loads_neither_the_planner_nor_the_check_nor_the_page_nor_the_tracer_beforehand() -> (
+    None
+):
+    loaded = loaded_by("commands.train")
+    late = {"plan", "check", "report.page", "sequential.tracing", "launch.launcher"}
+    assert not [name for name in loaded if within(name, late) is not None]
+    assert len(loaded) <= 180, "import what a run may not need where it is needed"

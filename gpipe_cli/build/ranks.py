@@ -35,7 +35,6 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.heartbeat import HeartbeatEngine, Heartbeats
-from gpipe_cli.launch.launcher import launch_ranks
 from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.launch.rank_files import RankTask
 from gpipe_cli.launch.rank_setup import connect_ranks, connected_files, describe_ranks
@@ -50,6 +49,9 @@ Settings = TypeVar("Settings", bound=RunConfig)
 
 def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts) -> Summary:
     """Start ranks that run the job, and wait for them; the summary of rank 0."""
+    # Late: most runs have no ranks, and no rank starts others.
+    from gpipe_cli.launch.launcher import launch_ranks
+
     partitioning = parts.partitioning
     if partitioning.origin:
         print_status(f"balance {partitioning.balance}: {partitioning.origin}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import distributed
@@ -24,16 +24,11 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code
 from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
-from gpipe_cli.launch.rank_monitor import (
-    RankMonitor,
-    choose_interface,
-    connect_store,
-    silence_of,
-    start_monitor,
-)
-from gpipe_cli.launch.rank_states import STARTING_SECONDS
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
+
+if TYPE_CHECKING:  # most processes are no rank of torchrun's, and need no monitor
+    from gpipe_cli.launch.rank_monitor import RankMonitor
 
 LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
 """Parts of torch's messages about a peer that died; torch raises a plain RuntimeError for most of them."""
@@ -75,6 +70,8 @@ def connect_ranks(
     if files is not None:  # all ranks are on this machine: listen on no other interface
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     else:
+        from gpipe_cli.launch.rank_monitor import choose_interface
+
         choose_interface()
     backends = backends_for(device)
     # Before the backend starts: what is given no device, by the backend or by a layer, goes to the current one, and all
@@ -129,6 +126,9 @@ def _reports(files: RankFiles | None, step_timeout: float | None) -> Iterator[St
             _connected[:] = [Connected(files)]
             yield FileStore(str(files.store), size)
             return
+        from gpipe_cli.launch.rank_monitor import connect_store, silence_of, start_monitor
+        from gpipe_cli.launch.rank_states import STARTING_SECONDS
+
         silence = silence_of(step_timeout)
         store = connect_store(max(silence, STARTING_SECONDS))
         monitor = start_monitor(store, silence, step_timeout)
