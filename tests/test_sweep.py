@@ -10,19 +10,18 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from joblib.externals import loky
 
 from gpipe_cli.accelerator import devices
+from tests.support.command_line import Gpipe
 from tests.support.user_models import TINY, TINY_TRAINING
 
-Gpipe = Callable[..., Any]
 SWEEP = ("train", "-m", "epochs=1", "seed=1,2")
 JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
 SIGNALS = """
@@ -327,15 +326,6 @@ def test_the_metric_decides_what_optuna_is_told(
     monkeypatch.setattr("gpipe_cli.sweep._hydra_main", lambda command, task, words: told.extend(words))
     tiny("train", "-m", "seed=1", f"snapshot.monitor={monitor}", "hydra/sweeper=optuna")
     assert f"hydra.sweeper.direction={direction}" in told and "hydra.sweeper.sampler.seed=1" in told
-
-
-@pytest.mark.slow
-def test_optuna_maximizes_a_score(tiny: Gpipe, tmp_path: Path) -> None:
-    optuna = ("hydra/sweeper=optuna", "hydra/sweeper/sampler=grid", "hydra.sweeper.n_trials=3")
-    answer = tiny("train", "-m", "steps=1", "seed=1,2,3", "snapshot.monitor=top1", *optuna, "--json")
-    scores = [job["top1"] for job in answer.json]
-    assert answer.code == 0 and len(scores) == 3 and max(scores) > min(scores)
-    assert f"best_value: {max(scores)}" in (only_sweep(tmp_path) / "optimization_results.yaml").read_text()
 
 
 def test_optuna_goes_on_after_a_failure(tiny: Gpipe) -> None:

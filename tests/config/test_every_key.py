@@ -43,8 +43,13 @@ def test_a_command_takes_every_key_that_it_has(command: str) -> None:
     check_words(command, [f"{key}=1" for key in keys], continues_run=False)
 
 
-@pytest.mark.parametrize("command", SCHEMAS)
-@pytest.mark.parametrize("word", ["frobnicate=1", "chunkz=2", "config.x=1", "hydraa.x=1"])
+@pytest.mark.parametrize(
+    ("command", "word"),
+    [
+        *((command, "frobnicate=1") for command in SCHEMAS),
+        *(("train", word) for word in ("chunkz=2", "config.x=1", "hydraa.x=1")),
+    ],
+)
 def test_an_unknown_key_ends_in_one_line(command: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, word]) == 2
     out, err = capsys.readouterr()
