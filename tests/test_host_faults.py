@@ -66,21 +66,26 @@ class Cluster:
         only: Sequence[Host] = (),
     ) -> None:
         nodes = nodes or str(len(self.hosts))
+        given = {word.partition("=")[0] for word in arguments}  # a key is given once
+        words = [*ARGUMENTS, "engine=processes", "run_dir=run", "resume=auto", f"step_timeout={STEP_TIMEOUT}"]
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={nodes}", "--nproc-per-node=1", "--rdzv-id=job1", "--rdzv-backend=gpipe"),
             *(f"--rdzv-endpoint={self.hosts[0].address}:29500", f"--max-restarts={restarts}"),
             f"--rdzv-conf={conf}",
-            *("-m", "gpipe_cli", *ARGUMENTS, "engine=processes", "run_dir=run", "resume=auto"),
+            *(
+                "-m",
+                "gpipe_cli",
+                *(word for word in words if word.partition("=")[0] not in given),
+                *arguments,
+            ),
         ]
-        options = [f"step_timeout={STEP_TIMEOUT}"]
         for host in only or self.hosts:
             path = f"{self.folder / 'installed'}:{TOP}"
             environment = {"PYTHONPATH": path, "TMPDIR": str(self.folder), FAULT: fault}
             own = dict(self.variables.get(host.name, {}))
             own["PYTHONPATH"] = f"{own.pop('PYTHONPATH', '')}:{path}".removeprefix(":")
-            words = [*command, *options, *arguments]
-            self.started.append(host.start(*words, folder=self.folder, environment={**environment, **own}))
+            self.started.append(host.start(*command, folder=self.folder, environment={**environment, **own}))
 
     def wait_until(self, happened: Callable[[], bool], what: str) -> float:
         """Wait; return how many seconds it took."""
