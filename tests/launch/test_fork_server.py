@@ -37,7 +37,7 @@ def facts_of_ranks(folder: Path, imports: str) -> list[dict[str, Any]]:
     return facts
 
 
-def test_ranks_share_the_imports_but_not_their_random_numbers(
+def test_ranks_share_the_imports_of_their_launcher_but_not_random_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('a file of the current folder was executed')")
