@@ -235,60 +235,38 @@ class Names(TorchDispatchMode):
 class FunctionNames(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self.functions: list[Any] = []
+        self.names: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.functions.append(func)
+        self.names.append(getattr(func, "__name__", ""))
         return func(*args, **(kwargs or {}))
 
 
-def test_flops_of_a_pipe_are_those_of_its_layers() -> None:
+@both_pipes
+@pytest.mark.parametrize(("mode", "names"), [(Names, ("addmm", "tanh")), (FunctionNames, ("linear", "tanh"))])
+def test_the_callers_mode_sees_every_layer_until_it_is_left(
+    mode: type[Names] | type[FunctionNames], names: tuple[str, ...], plain: bool
+) -> None:
+    with make_pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), plain) as pipe:
+        for _ in range(2):
+            with mode() as seen:
+                pipe(torch.ones(4, 4))
+            assert [sum(name in each for each in seen.names) for name in names] == [2, 2]
+            count = len(seen.names)
+            pipe(torch.ones(4, 4))
+            assert len(seen.names) == count
+
+
+@pytest.mark.parametrize("call", ["step", "forward"])
+def test_flops_of_a_pipe_are_those_of_its_layers(call: str) -> None:
     """The counter of the caller's thread saw nothing that a worker computed."""
     input = torch.ones(4, 4)
     with FlopCounterMode(display=False) as plain:
-        two_layers()(input)
-    with GPipe(two_layers(), [1, 2], chunks=2) as pipe:
-        for _ in range(2):
-            with FlopCounterMode(display=False) as counter:
-                pipe(input)
-            assert counter.get_total_flops() == plain.get_total_flops() > 0
-
-
-def test_flops_of_a_step_include_backward() -> None:
-    input = torch.ones(4, 4)
-    with FlopCounterMode(display=False) as plain:
-        functional.mse_loss(two_layers()(input), input).backward()
+        output = two_layers()(input)
+        if call == "step":
+            functional.mse_loss(output, input).backward()
     with GPipe(two_layers(), [1, 2], chunks=2, checkpoint="never") as pipe:
         for _ in range(2):
             with FlopCounterMode(display=False) as counter:
-                pipe.step(input, input, functional.mse_loss)
+                pipe.step(input, input, functional.mse_loss) if call == "step" else pipe(input)
             assert counter.get_total_flops() == plain.get_total_flops() > 0
-
-
-@both_pipes
-def test_the_callers_dispatch_mode_sees_every_layer(plain: bool) -> None:
-    with make_pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), plain) as pipe:
-        for _ in range(2):
-            with Names() as mode:
-                pipe(torch.ones(4, 4))
-            assert sum("addmm" in name for name in mode.names) == 2
-            assert sum("tanh" in name for name in mode.names) == 2
-
-
-@both_pipes
-def test_the_callers_function_mode_sees_every_layer(plain: bool) -> None:
-    with make_pipe(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), plain) as pipe:
-        for _ in range(2):
-            with FunctionNames() as mode:
-                pipe(torch.ones(4, 4))
-            assert mode.functions.count(functional.linear) == 2
-            assert mode.functions.count(torch.tanh) == 2
-
-
-def test_a_mode_that_is_left_is_seen_no_more() -> None:
-    with GPipe(two_layers(), [1, 2], chunks=2) as pipe:
-        with Names() as mode:
-            pipe(torch.ones(4, 4))
-        count = len(mode.names)
-        pipe(torch.ones(4, 4))
-        assert len(mode.names) == count

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,34 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.skip import pop, skippable, stash
+from gpipe_cli.skip import pop, skippable
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
+from tests.support.pipes import CHECKPOINTS, Do, Stash, balances
 
-CHECKPOINTS = ["always", "except_last", "never"]
 WRITTEN = "modified by an inplace operation"
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Do(nn.Module):
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value)
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, input: Tensor):
-        yield stash("skip", input)
-        return input
-
-
 @skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, input: Tensor):
+class Add(nn.Module):
+    def forward(self, input: Tensor) -> Iterator[Any]:
         skip = yield pop("skip")
         return input + skip
 
@@ -52,14 +35,6 @@ def write_first(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def is_refused(given: list[Tensor] | str) -> bool:
     """Whether the written memory crossed a boundary under two names: the other gradient cannot know of the write."""
     return isinstance(given, str) and "writes in place a tensor whose memory also belongs to another" in given
-
-
-def balances(layers: int) -> list[list[int]]:
-    return [
-        [end - begin for begin, end in itertools.pairwise([0, *cuts, layers])]
-        for count in range(layers)
-        for cuts in itertools.combinations(range(1, layers), count)
-    ]
 
 
 def plain_result(model: nn.Sequential, input: Tensor, chunks: int) -> list[Tensor] | str:
@@ -92,14 +67,14 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         nn.Linear(3, 3),
         Stash(),
         Do(lambda x: x.mul_(2)),
-        Pop(),
+        Add(),
     ],
     "a skip that is written and that the stash's layer saved": lambda: [
         nn.Linear(3, 3),
         nn.Tanh(),
         Stash(),
         Do(lambda x: x.mul_(2)),
-        Pop(),
+        Add(),
     ],
     "one tensor twice in a tuple": lambda: [
         nn.Linear(3, 3),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,72 +65,56 @@ every_pipe = pytest.mark.parametrize("kind", ["plain_pipe", "always", "never"])
 every_call = pytest.mark.parametrize("call", CALLS)
 
 
+class Half(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+def assign_state(model: nn.Sequential, *, tied: bool) -> None:
+    state = {name: tensor * 0.5 for name, tensor in copy.deepcopy(model.state_dict()).items()}
+    if tied:
+        state = {name: nn.Parameter(tensor) for name, tensor in state.items()}
+        state["2.weight"] = state["0.weight"]
+    model.load_state_dict(state, assign=True)
+
+
+def new_weight(model: nn.Sequential, *, tied: bool) -> None:
+    torch.manual_seed(1)
+    model[2].weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+    if tied:
+        model[0].weight = model[2].weight
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
+    "state that is assigned and tied": partial(assign_state, tied=True),
+    "state that is assigned and not tied": partial(assign_state, tied=False),
+    "a new weight for both": partial(new_weight, tied=True),
+    "a new weight for one": partial(new_weight, tied=False),
+    "a parametrization": lambda model: parametrize.register_parametrization(model[0], "weight", Half()),
+    "a gradient": lambda model: setattr(model[0].weight, "grad", torch.full((4, 4), 0.25).double()),
+    "a hook": lambda model: model[0].weight.register_hook(lambda gradient: gradient * 2),
+}
+
+
 @every_pipe
 @every_call
-@pytest.mark.parametrize("keeps_tie", [True, False])
-def test_state_that_is_assigned_stays_assigned(kind: str, call: str, keeps_tie: bool) -> None:
-    """The next step put the old tensors back."""
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_between_two_calls_counts_and_stays(kind: str, call: str, change: str) -> None:
+    """The next step put old tensors back, replaced a gradient that was there, or never called a hook."""
     model, plain = tied_model(), tied_model()
     with make_pipe(kind, model) as pipe:
         run(pipe, call)
         pipe.zero_grad()
-        for each in (pipe, plain):
-            state = {name: tensor * 0.5 for name, tensor in copy.deepcopy(plain.state_dict()).items()}
-            if keeps_tie:
-                state = {name: nn.Parameter(tensor) for name, tensor in state.items()}
-                state["2.weight"] = state["0.weight"]
-            each.load_state_dict(state, assign=True)
-        assigned = [model[0].weight, model[2].weight]
-        assert (assigned[0] is assigned[1]) == keeps_tie
+        for each in (model, plain):
+            CHANGES[change](each)
+        held = {name: (leaf, leaf.grad) for name, leaf in model.named_parameters(remove_duplicate=False)}
         for _ in range(2):
-            plain.zero_grad()
-            pipe.zero_grad()
             run(pipe, call)
             run_plain(plain)
-            assert model[0].weight is assigned[0]
-            assert model[2].weight is assigned[1]
             assert_same_gradients(model, plain)
-
-
-@every_pipe
-@every_call
-def test_layers_can_be_tied_untied_and_tied_anew_after_construction(kind: str, call: str) -> None:
-    model, plain = tied_model(), tied_model()
-    with make_pipe(kind, model) as pipe:
-        run(pipe, call)
-        for tie in (False, True):
-            for each in (model, plain):
-                torch.manual_seed(1)
-                fresh = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
-                each[2].weight = fresh
-                if tie:
-                    each[0].weight = fresh
-                each.zero_grad()
-            for _ in range(2):
-                pipe.zero_grad()
-                plain.zero_grad()
-                run(pipe, call)
-                run_plain(plain)
-                assert (model[0].weight is model[2].weight) == tie
-                assert_same_gradients(model, plain)
-
-
-@every_pipe
-@every_call
-def test_a_hook_on_a_tied_parameter_sees_its_gradient_and_may_change_it(kind: str, call: str) -> None:
-    """It was never called."""
-    model, plain = tied_model(), tied_model()
-    gradients: dict[int, list[Tensor]] = {0: [], 1: []}
-    for place, each in enumerate((model, plain)):
-        each[0].weight.register_hook(
-            lambda gradient, place=place: gradients[place].append(gradient) or gradient * 2
-        )
-    with make_pipe(kind, model) as pipe:
-        run(pipe, call)
-    run_plain(plain)
-    assert gradients[0], "the hook never ran"
-    assert_same_gradients(model, plain)
-    torch.testing.assert_close(sum(gradients[0]), sum(gradients[1]), rtol=1e-12, atol=1e-14)
+        for name, (leaf, gradient) in held.items():
+            assert model.get_parameter(name) is leaf
+            assert gradient is None or leaf.grad is gradient
 
 
 @every_pipe
@@ -137,8 +123,11 @@ def test_a_hook_on_a_tied_parameter_sees_its_gradient_and_may_change_it(kind: st
 def test_a_hook_that_is_not_linear_sees_what_it_sees_without_a_pipe(kind: str, call: str, name: str) -> None:
     """The gradient of a micro-batch in a step, the whole one in a backward."""
     model, plain = tied_model(), tied_model()
+    calls: list[nn.Sequential] = []
     for each in (model, plain):
-        each.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01) * 2)
+        each.get_parameter(name).register_hook(
+            lambda gradient, each=each: calls.append(each) or gradient.clamp(-0.01, 0.01) * 2
+        )
     with make_pipe(kind, model) as pipe:
         run(pipe, call)
     if call == "backward":  # one graph for all micro-batches, as the caller sees it
@@ -147,79 +136,24 @@ def test_a_hook_that_is_not_linear_sees_what_it_sees_without_a_pipe(kind: str, c
         ).backward()
     else:
         run_plain(plain)
+    assert calls.count(model) == calls.count(plain) == (CHUNKS if call == "step" else 1)
     assert_same_gradients(model, plain)
-
-
-@every_pipe
-@every_call
-def test_a_hook_on_a_tied_parameter_runs_as_often_as_on_any_other(kind: str, call: str) -> None:
-    """In a step it ran once per mini-batch, so a hook that clips gradients gave another result."""
-    model = tied_model()
-    calls = {"tied": 0, "free": 0}
-
-    def count(name: str) -> None:
-        calls[name] += 1
-
-    model[0].weight.register_hook(lambda gradient: count("tied"))
-    model[0].bias.register_hook(lambda gradient: count("free"))
-    with make_pipe(kind, model) as pipe:
-        run(pipe, call)
-    assert calls == dict.fromkeys(["tied", "free"], CHUNKS if call == "step" else 1)
 
 
 @every_pipe
 @every_call
 def test_a_hook_after_accumulation_sees_the_gradient_of_a_tied_parameter(kind: str, call: str) -> None:
     model, plain = tied_model(), tied_model()
-    last: list[Tensor] = [torch.zeros(())] * 2
-    for place, each in enumerate((model, plain)):
-
-        def keep(parameter: Tensor, place: int = place) -> None:
-            last[place] = parameter.grad.clone()
-
-        each[0].weight.register_post_accumulate_grad_hook(keep)
+    last: dict[nn.Sequential, Tensor] = {}
+    for each in (model, plain):
+        each[0].weight.register_post_accumulate_grad_hook(
+            lambda parameter, each=each: last.update({each: parameter.grad.clone()})
+        )
     with make_pipe(kind, model) as pipe:
         run(pipe, call)
     run_plain(plain)
-    torch.testing.assert_close(last[0], last[1], rtol=1e-12, atol=1e-14)
-    assert torch.equal(last[0], model[0].weight.grad)
-
-
-@every_pipe
-@every_call
-def test_a_parametrization_registered_later_takes_part(kind: str, call: str) -> None:
-    class Half(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight * 0.5
-
-    model, plain = tied_model(), tied_model()
-    with make_pipe(kind, model) as pipe:
-        run(pipe, call)
-        pipe.zero_grad()
-        for each in (model, plain):
-            parametrize.register_parametrization(each[0], "weight", Half())
-        for _ in range(2):
-            pipe.zero_grad()
-            plain.zero_grad()
-            run(pipe, call)
-            run_plain(plain)
-            assert_same_gradients(model, plain)
-
-
-@every_pipe
-@every_call
-def test_an_existing_gradient_of_a_tied_parameter_is_added_into(kind: str, call: str) -> None:
-    """gpipe used to replace the tensor, so code that held the first one missed the new gradient."""
-    model, plain = tied_model(), tied_model()
-    for each in (model, plain):
-        each[0].weight.grad = torch.full((4, 4), 0.25, dtype=torch.float64)
-    existing = model[0].weight.grad
-    with make_pipe(kind, model) as pipe:
-        for _ in range(2):
-            run(pipe, call)
-            run_plain(plain)
-            assert model[0].weight.grad is existing
-            assert_same_gradients(model, plain)
+    torch.testing.assert_close(last[model], last[plain], rtol=1e-12, atol=1e-14)
+    assert torch.equal(last[model], model[0].weight.grad)
 
 
 @every_call

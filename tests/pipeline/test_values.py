@@ -13,23 +13,14 @@ from torch.nn import functional
 import gpipe_cli
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import plain_pipe
+from tests.support.pipes import CHECKPOINTS, Do
 
-CHECKPOINTS = ["always", "except_last", "never"]
 pytestmark = pytest.mark.timeout(60)
 
 
 class Point(NamedTuple):
     main: Any
     note: Any
-
-
-class Do(nn.Module):
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, value: Any) -> Any:
-        return self.function(value)
 
 
 def same(expected: Any, given: Any) -> None:
