@@ -1,17 +1,27 @@
-"""Layers with skips in a plain nn.Sequential, every way to misuse them, and `verify_skippables`."""
+"""Layers with skips in a plain nn.Sequential, every way to misuse them, their verification and their routes."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.skip import Namespace, SkipName, Skippable, pop, skippable, stash, verify_skippables
+from gpipe_cli.skip import (
+    Namespace,
+    SkipName,
+    Skippable,
+    SkipRoute,
+    pop,
+    skip_layout,
+    skippable,
+    stash,
+    verify_skippables,
+)
 
 
 @skippable(stash=["skip"])
@@ -237,70 +247,110 @@ def test_isolating_a_name_that_was_not_declared_is_refused() -> None:
         Begin().isolate(Namespace(), only=["skap"])
 
 
-def problems(*layers: nn.Module) -> list[str]:
+def layer(*, stash: str = "", pop: str = "") -> Skippable:
+    """A layer with each letter declared as a name, for tests that do not run a model."""
+    return skippable(stash=list(stash), pop=list(pop))(type("Layer", (nn.Module,), {}))()
+
+
+def isolated(*layers: Skippable) -> list[Skippable]:
+    """Two pairs of layers, each in a namespace of its own."""
+    spaces = Namespace(), Namespace()
+    return [each.isolate(spaces[place % 2]) for place, each in enumerate(layers)]
+
+
+def twice(each: nn.Module) -> nn.Module:
+    return nn.Sequential(each, each)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [],
+        [layer(stash="a"), layer(stash="b"), nn.ReLU(), layer(pop="ab")],
+        [layer(stash="a"), layer(pop="a", stash="b"), layer(pop="b")],
+        [nn.Sequential(layer(stash="a")), nn.Sequential(nn.Sequential(layer(pop="a")))],
+        isolated(layer(stash="a"), layer(stash="a"), layer(pop="a"), layer(pop="a")),
+    ],
+    ids=["none", "several", "in a row", "nested", "of one name, isolated"],
+)
+def test_matching_pairs_pass_verification(layers: list[nn.Module]) -> None:
+    verify_skippables(nn.Sequential(*layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "problems"),
+    [
+        ([layer(stash="a")], ["no module declared 'a' as poppable but stashed"]),
+        ([layer(pop="a")], ["'0' declared 'a' as poppable but it was not stashed"]),
+        (
+            [layer(pop="a"), layer(stash="a"), layer(pop="a")],
+            [
+                "'0' declared 'a' as poppable but it was not stashed",
+                "'2' redeclared 'a' as poppable but not isolated by namespace",
+            ],
+        ),
+        (
+            [layer(stash="a"), layer(stash="a"), layer(pop="a"), nn.Sequential(layer(pop="a"))],
+            [
+                "'1' redeclared 'a' as stashable but not isolated by namespace",
+                "'3.0' redeclared 'a' as poppable but not isolated by namespace",
+            ],
+        ),
+        (
+            [twice(layer(stash="a")), layer(pop="a")],
+            ["'0.1' redeclared 'a' as stashable but not isolated by namespace"],
+        ),
+        ([layer(stash="a", pop="a")], ["'0' declared 'a' both as stashable and as poppable"]),
+        (
+            [layer(stash="a").isolate(Namespace()), layer(pop="a")],
+            [
+                "'1' declared 'a' as poppable but it was not stashed",
+                "no module declared 'a' as poppable but stashed",
+            ],
+        ),
+    ],
+)
+def test_all_problems_of_skips_that_do_not_match_are_listed(
+    layers: list[nn.Module], problems: list[str]
+) -> None:
     with pytest.raises(TypeError) as caught:
         verify_skippables(nn.Sequential(*layers))
     first, empty, *bullets = str(caught.value).split("\n")
     assert (first, empty) == ("one or more pairs of stash and pop do not match:", "")
-    return bullets
+    assert bullets == [f"* {problem}" for problem in problems]
 
 
-def test_matching_pairs_pass_verification(layer: Callable[..., Skippable]) -> None:
-    verify_skippables(nn.Sequential())
-    verify_skippables(nn.Sequential(layer(stash="a"), layer(stash="b"), nn.ReLU(), layer(pop="ab")))
-    verify_skippables(nn.Sequential(layer(stash="a"), layer(pop="a", stash="b"), layer(pop="b")))
+@pytest.mark.parametrize(
+    ("partitions", "sends", "receives"),
+    [
+        ([nn.Sequential(nn.ReLU()), nn.ReLU()], ["", ""], ["", ""]),
+        ([nn.Sequential(layer(stash="a"), layer(pop="a")), nn.ReLU()], ["", ""], ["", ""]),
+        (
+            [layer(stash="ba"), layer(pop="a", stash="c"), nn.ReLU(), layer(pop="cb")],
+            ["a1 b3", "c3", "", ""],
+            ["", "a0", "", "b0 c1"],
+        ),
+        (
+            [nn.Sequential(nn.Sequential(layer(stash="a"))), nn.Sequential(nn.Sequential(layer(pop="a")))],
+            ["a1", ""],
+            ["", "a0"],
+        ),
+    ],
+    ids=["no skip", "within a partition", "next and far", "nested"],
+)
+def test_a_skip_that_crosses_has_a_route_at_both_ends_by_name(
+    partitions: list[nn.Module], sends: list[str], receives: list[str]
+) -> None:
+    layout = skip_layout(partitions)
+    assert (routes(layout.sends), routes(layout.receives)) == (sends, receives)
 
 
-def test_matching_pairs_nested_in_other_modules_pass_verification(layer: Callable[..., Skippable]) -> None:
-    verify_skippables(
-        nn.Sequential(nn.Sequential(layer(stash="a")), nn.Sequential(nn.Sequential(layer(pop="a"))))
-    )
+def routes(rows: tuple[tuple[SkipRoute, ...], ...]) -> list[str]:
+    return [" ".join(f"{skip.name}{partition}" for skip, partition in row) for row in rows]
 
 
-def test_pairs_of_the_same_name_pass_verification_when_isolated(layer: Callable[..., Skippable]) -> None:
-    outer, inner = Namespace(), Namespace()
-    begins, ends = (layer(stash="a"), layer(stash="a")), (layer(pop="a"), layer(pop="a"))
-    isolated = [begin.isolate(space) for begin, space in zip(begins, (outer, inner), strict=True)]
-    isolated += [end.isolate(space) for end, space in zip(ends, (outer, inner), strict=True)]
-    verify_skippables(nn.Sequential(*isolated))
-
-
-def test_a_stash_without_pop_is_listed(layer: Callable[..., Skippable]) -> None:
-    assert problems(layer(stash="a")) == ["* no module declared 'a' as poppable but stashed"]
-
-
-def test_a_pop_without_or_before_its_stash_is_listed(layer: Callable[..., Skippable]) -> None:
-    assert problems(layer(pop="a")) == ["* '0' declared 'a' as poppable but it was not stashed"]
-    assert (
-        problems(layer(pop="a"), layer(stash="a"))[0]
-        == "* '0' declared 'a' as poppable but it was not stashed"
-    )
-
-
-def test_a_second_stash_or_pop_of_one_name_is_listed(layer: Callable[..., Skippable]) -> None:
-    assert problems(layer(stash="a"), layer(stash="a"), layer(pop="a"), nn.Sequential(layer(pop="a"))) == [
-        "* '1' redeclared 'a' as stashable but not isolated by namespace",
-        "* '3.0' redeclared 'a' as poppable but not isolated by namespace",
-    ]
-
-
-def test_a_layer_used_twice_is_listed(layer: Callable[..., Skippable]) -> None:
-    twice = layer(stash="a")
-    assert problems(nn.Sequential(twice, twice), layer(pop="a")) == [
-        "* '0.1' redeclared 'a' as stashable but not isolated by namespace"
-    ]
-
-
-def test_a_layer_that_stashes_and_pops_one_name_is_listed(layer: Callable[..., Skippable]) -> None:
-    assert problems(layer(stash="a", pop="a")) == ["* '0' declared 'a' both as stashable and as poppable"]
-
-
-def test_isolating_only_one_end_leaves_both_ends_unmatched(layer: Callable[..., Skippable]) -> None:
-    assert problems(layer(stash="a").isolate(Namespace()), layer(pop="a")) == [
-        "* '1' declared 'a' as poppable but it was not stashed",
-        "* no module declared 'a' as poppable but stashed",
-    ]
-
-
-def test_all_problems_are_listed_at_once(layer: Callable[..., Skippable]) -> None:
-    assert len(problems(layer(stash="ab"), layer(pop="cd"))) == 4
+def test_skips_of_the_same_name_are_ordered_by_namespace() -> None:
+    first, second = Namespace(), Namespace()
+    begin = nn.Sequential(layer(stash="a").isolate(second), layer(stash="a").isolate(first))
+    layout = skip_layout([begin, layer(pop="a").isolate(first), layer(pop="a").isolate(second)])
+    assert (routes(layout.sends), routes(layout.receives)) == (["a1 a2", "", ""], ["", "a0", "a0"])

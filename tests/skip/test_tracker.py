@@ -1,8 +1,13 @@
-"""Each thread has its own tracker, and `use_skip_tracker` restores the previous one."""
+"""Skips have names that sort the same on every run, and each thread has a tracker of its own."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,3 +61,36 @@ def test_each_thread_has_its_own_tracker() -> None:
             thread.join()
         assert load_skip(NAME) is None
     assert messages == ["'skip' has not been stashed"] * 2
+
+
+def pickle_round_trip(namespace: Namespace) -> Namespace:
+    duplicate: Namespace = pickle.loads(pickle.dumps(namespace))  # noqa: S301 - our own bytes
+    return duplicate
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle_round_trip])
+def test_a_copy_of_a_namespace_equals_it(duplicate: Callable[[Namespace], Namespace]) -> None:
+    namespace = Namespace()
+    assert duplicate(namespace) == namespace
+    assert hash(duplicate(namespace)) == hash(namespace)
+
+
+def test_namespaces_sort_in_the_order_they_were_created() -> None:
+    namespaces = [Namespace() for _ in range(20)]
+    assert sorted(set(namespaces)) == namespaces
+    assert sorted([SkipName(namespaces[1], "a"), SkipName(namespaces[0], "b")])[0].name == "b"
+
+
+@pytest.mark.slow
+def test_namespaces_from_different_processes_differ() -> None:
+    """Each process counts from one, so the number alone would make them equal."""
+    program = (
+        "import pickle, sys; from gpipe_cli.skip import Namespace; "
+        "sys.stdout.buffer.write(pickle.dumps(Namespace()))"
+    )
+    results = [
+        subprocess.run([sys.executable, "-c", program], check=True, capture_output=True) for _ in range(2)
+    ]
+    first, second = (pickle.loads(result.stdout) for result in results)  # noqa: S301
+    assert first.number == second.number
+    assert first != second
