@@ -20,7 +20,7 @@ from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.optimizer import optimizer_factory
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import ModelConfig
-from gpipe_cli.engines.training_loss import DTYPES
+from gpipe_cli.engines.protocol import DTYPES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import Measure, measure_of
 from gpipe_cli.pipeline.loss import LossFunction, row_weights

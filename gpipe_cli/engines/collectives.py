@@ -22,7 +22,7 @@ from gpipe_cli.distributed.world import (
     gather_numbers,
     sum_of_numbers,
 )
-from gpipe_cli.engines.protocol import StepFacts
+from gpipe_cli.engines.protocol import BatchResult
 from gpipe_cli.engines.state import EngineState, parameter_of
 from gpipe_cli.torch_internals.optimizers import agree_on_overflow
 
@@ -39,11 +39,11 @@ class SingleProcess:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def share_of(self, weight: float) -> float:
+    def fraction_of(self, weight: float) -> float:
         """The fraction that `weight` is of the weights of all replicas."""
         return 1.0
 
-    def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
+    def result(self, own: BatchResult | None, *, measured: bool) -> BatchResult:
         """Facts summed over all replicas; `own` is None in a process without the last layer or without samples.
 
         measured: whether facts have sums; every process gives the same.
@@ -56,14 +56,14 @@ class SingleProcess:
         assert tensor is not None, "a single process has the last layer"
         return tensor.cpu()
 
-    def facts_and_norms(
-        self, own: StepFacts | None, norms: Tensor, *, measured: bool
-    ) -> tuple[StepFacts, Tensor]:
+    def result_and_norms(
+        self, own: BatchResult | None, norms: Tensor, *, measured: bool
+    ) -> tuple[BatchResult, Tensor]:
         """Facts, and the norms of all gradients in the order of the model's names, from those of this process.
 
         A norm of -1 stands for no gradient.
         """
-        return self.facts(own, measured=measured), norms
+        return self.result(own, measured=measured), norms
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> bool:
         """Whether the gradients of a process overflowed, so that every process must skip the update."""
@@ -73,7 +73,7 @@ class SingleProcess:
         """The first over all processes."""
         return own
 
-    def last_name(self, names: Sequence[str]) -> str | None:
+    def last_parameter_name(self, names: Sequence[str]) -> str | None:
         """The last parameter name over all processes, in the order of the model's names."""
         return names[-1] if names else None
 
@@ -114,20 +114,20 @@ class RankCollectives:
         self._owned, self._saved = frozenset(chain(*owned)), frozenset(self._saved_names(owned))
         self._sum_names: list[str] | None = None
 
-    def share_of(self, weight: float) -> float:
+    def fraction_of(self, weight: float) -> float:
         if self._coords.replicas == 1:
             return 1.0
         (total,) = sum_of_numbers(torch.tensor([weight], dtype=torch.float64), self._coords.data)
         return weight / float(total) if total else 0.0
 
-    def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
+    def result(self, own: BatchResult | None, *, measured: bool) -> BatchResult:
         names = self._shared_names(own) if measured else []
         numbers = self._of_replicas(own, names)
-        return _as_facts(broadcast_numbers(numbers, self._coords.last_rank, self._coords.pipe), names)
+        return _as_result(broadcast_numbers(numbers, self._coords.last_rank, self._coords.pipe), names)
 
-    def facts_and_norms(
-        self, own: StepFacts | None, norms: Tensor, *, measured: bool
-    ) -> tuple[StepFacts, Tensor]:
+    def result_and_norms(
+        self, own: BatchResult | None, norms: Tensor, *, measured: bool
+    ) -> tuple[BatchResult, Tensor]:
         names = self._shared_names(own) if measured else []
         numbers = self._of_replicas(own, names)
         # Both at once: for small layers, a second collective is a noticeable part of the step. Gathered, not reduced: a
@@ -136,9 +136,9 @@ class RankCollectives:
         rows = gather_numbers(torch.cat([numbers, norms, padding]), self._coords.pipe)
         # `_norm_positions` leaves the padding out.
         all_norms = rows[:, len(numbers) :].flatten()[self._norm_positions]
-        return _as_facts(rows[self._coords.last_rank, : len(numbers)], names), all_norms
+        return _as_result(rows[self._coords.last_rank, : len(numbers)], names), all_norms
 
-    def _of_replicas(self, own: StepFacts | None, names: Sequence[str]) -> Tensor:
+    def _of_replicas(self, own: BatchResult | None, names: Sequence[str]) -> Tensor:
         """In the last rank of each pipe the facts as numbers, summed over the replicas; zeros in the others."""
         values = [0.0] * (3 + len(names))
         if own is not None:
@@ -148,7 +148,7 @@ class RankCollectives:
             return sum_of_numbers(numbers, self._coords.data)
         return numbers
 
-    def _shared_names(self, own: StepFacts | None) -> list[str]:
+    def _shared_names(self, own: BatchResult | None) -> list[str]:
         # Once per run, because the names never change and sharing them takes two broadcasts.
         if self._sum_names is None:
             coords = self._coords
@@ -178,7 +178,7 @@ class RankCollectives:
         layer, micro_batch = numbers.tolist()
         return None if layer == _NO_LAYER else (int(layer), int(micro_batch))
 
-    def last_name(self, names: Sequence[str]) -> str | None:
+    def last_parameter_name(self, names: Sequence[str]) -> str | None:
         own = self._names.index(names[-1]) if names else -1
         rows = gather_numbers(torch.tensor([own]), self._coords.pipe)
         last = int(rows.max())
@@ -241,9 +241,9 @@ class RankCollectives:
 Collectives = SingleProcess | RankCollectives
 
 
-def _as_facts(numbers: Tensor, names: Sequence[str]) -> StepFacts:
+def _as_result(numbers: Tensor, names: Sequence[str]) -> BatchResult:
     loss, samples, weight, *sums = numbers.tolist()
-    return StepFacts(loss, int(samples), dict(zip(names, sums, strict=True)), weight)
+    return BatchResult(loss, int(samples), dict(zip(names, sums, strict=True)), weight)
 
 
 def _holders(module: nn.Sequential, rank_of_layer: Sequence[int]) -> list[list[int]]:

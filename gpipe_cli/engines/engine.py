@@ -1,4 +1,4 @@
-"""The engine: one training or evaluation step on a pipe.
+"""The engine: one training or evaluation step on a pipe, its loss, and what is recorded of it.
 
 Engines differ in their pipe and in the processes they share the work with. When a loss or gradient is not finite, the
 engine runs the failed step again to name the layer it came from.
@@ -7,7 +7,8 @@ engine runs the failed step again to name the layer it came from.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
@@ -22,19 +23,21 @@ from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
 from gpipe_cli.engines.parameters import EngineParameters, OffloadedParameters
-from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts
+from gpipe_cli.engines.protocol import DTYPES, Batch, BatchResult, EngineSpec, TrainingObjective, Utilization
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.state_check import check_scaler
-from gpipe_cli.engines.step_meter import StepMeter
-from gpipe_cli.engines.training_loss import DTYPES, TrainingLoss, unscaled_loss
 from gpipe_cli.engines.update import Update
 from gpipe_cli.errors import NumericError
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
-from gpipe_cli.pipeline.loss import row_weights
+from gpipe_cli.pipeline.loss import called_modules, row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pipeline.pipe import Pipe
+from gpipe_cli.profiling.timeline import ActionRecorder, StepTimeline
 from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
+
+RECORDED_STEP = 3
+"""Of an engine's life: the steps before it warm up. It is early, so that even a short run has one."""
 
 
 @final
@@ -92,7 +95,7 @@ class PipelineEngine:
             else TrainingLoss(self._objective, self._update.scaler, self._output_device)
         )
 
-    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
+    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> BatchResult:
         self._use_averages(False)
         offloaded = self._offloaded
         before = None if offloaded is None else offloaded.transfers
@@ -104,7 +107,7 @@ class PipelineEngine:
             return facts
         return replace(facts, transfers=offloaded.transfers.since(before))
 
-    def _train_step(self, batch: Batch, key: int, lr: float, measure: bool) -> StepFacts:
+    def _train_step(self, batch: Batch, key: int, lr: float, measure: bool) -> BatchResult:
         assert self._update is not None and self._training_loss is not None, (
             "an engine without an optimizer cannot train"
         )
@@ -119,9 +122,9 @@ class PipelineEngine:
         loss = float(scaled) / self._update.scaler.get_scale()
         # Only the last rank has a loss, but all have to judge it: either every rank updates or every rank raises.
         sums = self._training_loss.sums
-        own = None if sums is None else StepFacts(loss, len(target), sums, float(weights.sum()))
+        own = None if sums is None else BatchResult(loss, len(target), sums, float(weights.sum()))
         with self._reports_out_of_memory("updating the parameters", self._memory_cure):
-            facts, norms = self._collectives.facts_and_norms(own, self._update.norms(), measured=measure)
+            facts, norms = self._collectives.result_and_norms(own, self._update.norms(), measured=measure)
         self._wait_before_update()
         try:
             with self._reports_out_of_memory("updating the parameters", self._memory_cure):
@@ -152,7 +155,7 @@ class PipelineEngine:
         second run changes buffers and gradients.
         """
         # Before the step runs again, which adds to the gradients.
-        gradient = self._collectives.last_name(nonfinite_gradients(self.module))
+        gradient = self._collectives.last_parameter_name(nonfinite_gradients(self.module))
         own = first_nonfinite_output(self.module, lambda: self._step(input, target, key))
         output = self._collectives.first_nonfinite_output(own)
         if output is not None:
@@ -166,28 +169,28 @@ class PipelineEngine:
         elif gradient is not None:
             yield f"all layers' outputs are finite; first gradient that is not: {gradient}"
 
-    def eval_step(self, batch: Batch) -> StepFacts:
+    def eval_step(self, batch: Batch) -> BatchResult:
         self._use_averages(True)
         with self._reports_out_of_memory("evaluating", EVAL_CURE):
             return self._eval_step(batch)
 
-    def _eval_step(self, batch: Batch) -> StepFacts:
+    def _eval_step(self, batch: Batch) -> BatchResult:
         weight = float(row_weights(self._objective.loss, batch[1], len(batch[1])).sum())
         input, target = self._to_devices(batch)
         with self._evaluating(), self._autocast():
             output = self._pipe(input)
             # A collective, so it is called by ranks without an output too.
-            share = self._collectives.share_of(weight)
+            share = self._collectives.fraction_of(weight)
             has_output = _has_output(output)
             # The mean of nothing may be nan.
             has_loss = has_output and weight > 0
             loss = float(unscaled_loss(self._objective, output, target)) * share if has_loss else 0.0
         own = None
         if has_output:
-            own = StepFacts(loss, len(target), self._objective.measure(output, target), weight)
+            own = BatchResult(loss, len(target), self._objective.measure(output, target), weight)
             if self._objective.observe is not None:
                 self._objective.observe(output, target)
-        return self._collectives.facts(own, measured=True)
+        return self._collectives.result(own, measured=True)
 
     def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:
         self._use_averages(True)
@@ -309,3 +312,119 @@ def _is_finite(value: Any) -> bool:
     return all(
         bool(torch.isfinite(tensor).all()) for tensor in tensors_of(value) if tensor.is_floating_point()
     )
+
+
+@final
+class TrainingLoss:
+    """The loss of a pipe's steps, and what is measured along with it, one micro-batch at a time.
+
+    Only the worker of the last partition calls it. The outputs of a step are never together in memory: the scores of a
+    language model for a whole mini-batch would take gigabytes, which no estimate of a partition's memory includes.
+    """
+
+    def __init__(
+        self, objective: TrainingObjective, scaler: torch.amp.GradScaler, device: torch.device
+    ) -> None:
+        """device: where outputs and targets are."""
+        self._objective, self._scaler, self._device_type = objective, scaler, device.type
+        self._measures = False
+        self._row_weights = torch.ones(0)
+        self._sums: dict[int, Mapping[str, float]] = {}
+
+    def begin(self, row_weights: Tensor, *, measure: bool) -> None:
+        """Forget the previous step. row_weights: those of the next target, on the host."""
+        self._measures, self._row_weights = measure, row_weights
+        self._sums.clear()
+
+    @property
+    def sums(self) -> dict[str, float] | None:
+        """What the step measured, which may be nothing; None in a process whose partitions have no loss."""
+        if not self._sums:
+            return None
+        # In the order of the micro-batches, which decides the last bits of a sum.
+        totals = Counter[str]()
+        for _, sums in sorted(self._sums.items()):
+            totals.update(sums)
+        return dict(totals)
+
+    def row_weights(self, target: Tensor) -> Tensor:
+        # Counted before the target moved to its device: counting there, the host would wait for the previous step.
+        return self._row_weights
+
+    def modules(self) -> Iterable[nn.Module]:
+        return called_modules(self._objective.loss)
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        loss = self._scaler.scale(unscaled_loss(self._objective, output, target))
+        micro_batch = current_microbatch()
+        assert micro_batch is not None, "a pipe calls its loss for a micro-batch"
+        if not is_recomputing():
+            self._sums[micro_batch.index] = self._measured(output, target) if self._measures else {}
+        return loss
+
+    def _measured(self, output: Any, target: Tensor) -> Mapping[str, float]:
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(self._device_type):
+                return self._objective.measure(output, target)
+            with torch.autocast(self._device_type, enabled=False):
+                return self._objective.measure(output, target)
+
+
+def unscaled_loss(objective: TrainingObjective, output: Any, target: Tensor) -> Tensor:
+    # Under autocast scores are in half precision, in which a sum would lose most of its digits.
+    return objective.loss(
+        _float(output) if isinstance(output, Tensor) else map_tensors(_float, output), target
+    )
+
+
+def _float(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in DTYPES.values() else tensor
+
+
+@final
+class StepMeter:
+    """Records steps of a pipe: one early step in every run, and how busy the partitions are where somebody watches.
+
+    Recording costs a few percent of a step of small layers, so an unwatched run records no other step.
+    """
+
+    def __init__(self, pipe: Pipe, *, watched: bool) -> None:
+        """watched: record every step that is measured."""
+        self._pipe, self._watched = pipe, watched
+        self._record = ActionRecorder(pipe.devices)
+        self._steps = 0
+        self._last: StepTimeline | None = None
+
+    def next_step(self, *, measured: bool) -> AbstractContextManager[None]:
+        """Run the next step in this context, and ask for its facts afterwards."""
+        self._steps += 1
+        self._last = None
+        is_recorded = self._steps == RECORDED_STEP or (self._watched and measured)
+        return self._recording() if is_recorded else nullcontext()
+
+    @property
+    def timeline(self) -> StepTimeline | None:
+        """The last step, if it is the one that every run records."""
+        return self._last if self._steps == RECORDED_STEP else None
+
+    @property
+    def utilization(self) -> Utilization | None:
+        """Of the last step, if it was recorded for somebody who watches."""
+        step, devices = self._last, self._pipe.partition_devices
+        if step is None or not self._watched:
+            return None
+        return Utilization(
+            busy=tuple(step.partition(index).busy for index in devices),
+            bubble=step.bubble,
+            memory=tuple(map(peak_bytes, devices.values())),
+        )
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        self._record.clear()
+        self._pipe.recorder = self._record
+        try:
+            yield
+        finally:
+            self._pipe.recorder = None
+        self._last = StepTimeline(tuple(self._record.spans()))

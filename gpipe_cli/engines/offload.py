@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.engines.engine import PipelineEngine
+from gpipe_cli.engines.engine import PipelineEngine, StepMeter
 from gpipe_cli.engines.parameters import OffloadedParameters
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits, TrainingObjective
-from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.engines.update import update_waits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import offloaded_pipe

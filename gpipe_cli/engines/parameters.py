@@ -118,7 +118,7 @@ class EngineParameters:
         """Each group, with these parts of it in memory; the caller changes some of them."""
         yield self.resident
         for prefetcher in self.prefetchers:
-            yield from prefetcher.tour(parts, changed)
+            yield from prefetcher.iter_loaded(parts, changed)
 
     def must_exchange(self, averages: bool) -> bool:
         """Whether `exchange_averages` must be called before the averages, or the weights in training, are used."""
@@ -170,7 +170,7 @@ class EngineParameters:
         parts = ALL_WEIGHTS if frozen else (Part.WEIGHTS,)
         for prefetcher in self.prefetchers:
             # The optimizer state is stored but not loaded, because all of it is replaced.
-            for each in prefetcher.tour(parts, [*parts, Part.STATE]):
+            for each in prefetcher.iter_loaded(parts, [*parts, Part.STATE]):
                 own = chain.from_iterable(names.get(parameter, ()) for parameter in each.parameters)
                 load_tensors(self.module, state, list(own))
                 if loads_optimizer:

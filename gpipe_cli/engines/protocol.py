@@ -26,6 +26,8 @@ from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.action import Checkpoint
 
 Batch = tuple[ModelInput, Tensor]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes of autocast, by `precision`."""
 Measure = Callable[[Any, Tensor], Mapping[str, float]]
 """Sums over what the loss is a mean of, such as how many samples were classified correctly."""
 
@@ -45,7 +47,7 @@ class Utilization:
 
 @final
 @dataclass(frozen=True)
-class StepFacts:
+class BatchResult:
     """The results of one step."""
 
     loss: float
@@ -152,14 +154,14 @@ class Engine(Protocol):
     def module(self) -> nn.Module:
         """The model; its state_dict has the original names."""
 
-    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
+    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> BatchResult:
         """Make one update from one mini-batch.
 
         measure: also compute the sums of the facts, and return when the devices have run the step. Otherwise the last
         part of it may still be queued, so that the next step need not wait.
         """
 
-    def eval_step(self, batch: Batch) -> StepFacts:
+    def eval_step(self, batch: Batch) -> BatchResult:
         """Compute loss and measures of one mini-batch; nothing changes."""
 
     def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:

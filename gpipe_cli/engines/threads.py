@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpipe_cli.engines.engine import PipelineEngine
+from gpipe_cli.engines.engine import PipelineEngine, StepMeter
 from gpipe_cli.engines.offload import offload_layers
 from gpipe_cli.engines.parameters import OffloadedParameters
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
-from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import offloaded_pipe
 from gpipe_cli.offload.tiers import TIERS

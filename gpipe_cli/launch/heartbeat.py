@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 if TYPE_CHECKING:  # the launcher reads heartbeats before it has any use for torch
     from torch import Tensor, nn
 
-    from gpipe_cli.engines.protocol import Batch, Engine, StepFacts
+    from gpipe_cli.engines.protocol import Batch, BatchResult, Engine
     from gpipe_cli.engines.state import EngineState
     from gpipe_cli.pytree import ModelInput
 
@@ -69,11 +69,11 @@ class HeartbeatEngine:
     def module(self) -> nn.Module:
         return self._engine.module
 
-    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
+    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> BatchResult:
         with self._heartbeats.in_step(self._rank):
             return self._engine.train_step(batch, key, lr, measure=measure)
 
-    def eval_step(self, batch: Batch) -> StepFacts:
+    def eval_step(self, batch: Batch) -> BatchResult:
         with self._heartbeats.in_step(self._rank):
             return self._engine.eval_step(batch)
 

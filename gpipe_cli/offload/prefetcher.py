@@ -53,7 +53,7 @@ class SlicePrefetcher:
     ) -> None:
         self.slices = slices
         self.worker = TransferWorker(device, in_background=in_background)
-        self._inputs = InputStore(tier, device, self.worker) if tier.relieves(device) else None
+        self._inputs = InputStore(tier, device, self.worker) if tier.frees_memory_of(device) else None
         self.completion: SliceCompletion | None = None
         """None: gradients stay with their parameters."""
         largest = {part: _largest(part, slices.values()) for part in ALL_WEIGHTS}
@@ -73,7 +73,7 @@ class SlicePrefetcher:
     def offload(self, input: PartitionInput) -> Callable[[], PartitionInput] | None:
         return None if self._inputs is None else self._inputs.store(input)
 
-    def tour(self, parts: Sequence[Part], changed: Collection[Part]) -> Iterator[Slice]:
+    def iter_loaded(self, parts: Sequence[Part], changed: Collection[Part]) -> Iterator[Slice]:
         """Yield the slices that have any of these parts, with the parts loaded; the caller changes some of them."""
         order = [index for index, slice in self.slices.items() if any(map(slice.stored, parts))]
         for index, following in zip_longest(order, order[1:]):

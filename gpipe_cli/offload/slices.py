@@ -65,7 +65,7 @@ class Slice:
                 weights = self._stored[part] = StoredTensors(tier, [parameter.data for parameter in own])
                 for index, parameter in enumerate(own):
                     weights.put(index, value_of(parameter.data))
-                    parameter.data = weights.homes[index]
+                    parameter.data = weights.resting_tensors[index]
 
     def stored(self, part: Part) -> StoredTensors | None:
         """None if the slice does not have this part yet."""
@@ -83,7 +83,7 @@ class Slice:
         """Hide memory that another slice will use from layers and optimizer; they read no gradients in between."""
         for part in (*ALL_WEIGHTS, Part.STATE):
             if part in self._stored:
-                self._assign(part, self._stored[part].homes)
+                self._assign(part, self._stored[part].resting_tensors)
 
     def _assign(self, part: Part, tensors: Sequence[Tensor]) -> None:
         if part in self._parameters:

@@ -79,15 +79,15 @@ class StoredTensors:
         self.region = tier.region(self.layout.nbytes)
         memory = self.region.memory
         self._slots: dict[int, TensorSlot] = {}
-        self.homes: list[Tensor] = []
+        self.resting_tensors: list[Tensor] = []
         """What represents each tensor while it is not on its device: a view of host memory, or a placeholder."""
         for slot, tensor in zip(self.layout.slots, tensors, strict=True):
             if memory is not None and exchanges_memory(tensor.device):
-                self.homes.append(slot.view(memory))
+                self.resting_tensors.append(slot.view(memory))
                 continue
             device = HOST if exchanges_memory(tensor.device) else tensor.device
-            self.homes.append(slot.placeholder(device))
-            self._slots[storage_of(self.homes[-1])] = slot
+            self.resting_tensors.append(slot.placeholder(device))
+            self._slots[storage_of(self.resting_tensors[-1])] = slot
 
     @property
     def has_placeholders(self) -> bool:
@@ -103,9 +103,9 @@ class StoredTensors:
         """The tensors, in memory that their bytes were loaded to."""
         return [slot.view(memory) for slot in self.layout.slots]
 
-    def get(self, home: Tensor) -> Tensor | None:
+    def get(self, resting: Tensor) -> Tensor | None:
         """Read the value of one of the placeholders; None for any other tensor."""
-        slot = self._slots.get(storage_of(home))
+        slot = self._slots.get(storage_of(resting))
         if slot is None:
             return None
         value = torch.empty(slot.nbytes, dtype=torch.uint8)

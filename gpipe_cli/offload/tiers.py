@@ -51,7 +51,7 @@ class Tier(Protocol):
 
     def region(self, nbytes: int) -> Region: ...
 
-    def relieves(self, device: torch.device) -> bool:
+    def frees_memory_of(self, device: torch.device) -> bool:
         """Whether bytes stored here take no memory of the device."""
 
     def close(self) -> None: ...
@@ -87,7 +87,7 @@ class CpuTier:
             self._reserved = max(0, self._reserved - nbytes)
         return _CpuRegion(memory)
 
-    def relieves(self, device: torch.device) -> bool:
+    def frees_memory_of(self, device: torch.device) -> bool:
         return device.type != "cpu"
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class DiskTier:
             begin, self._end = self._end, self._end + nbytes
         return _DiskRegion(self._file, begin, self._folder, self._staging)
 
-    def relieves(self, device: torch.device) -> bool:
+    def frees_memory_of(self, device: torch.device) -> bool:
         return True
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.engines.protocol import Batch, Engine, StepFacts, Utilization
+from gpipe_cli.engines.protocol import Batch, BatchResult, Engine, Utilization
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.timeline import StepTimeline
@@ -205,7 +205,7 @@ class MetricTotals:
         self._loss = 0.0
         self._sums: dict[str, float] = {}
 
-    def add(self, facts: StepFacts) -> None:
+    def add(self, facts: BatchResult) -> None:
         self.samples += facts.samples
         self.weight += facts.weight
         self._loss += facts.loss * facts.weight

@@ -13,7 +13,7 @@ from torch import nn
 from gpipe_cli.build.optimizer import optimizer_factory
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.engines import processes, single
-from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, StepFacts, TrainingObjective
+from gpipe_cli.engines.protocol import Batch, BatchResult, Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.plan.order_candidates import with_joined_backwards
 from gpipe_cli.pytree import map_tensors
@@ -127,7 +127,7 @@ class CaseResult:
     facts: list[dict[str, Any]] = field(default_factory=list)
     state: EngineState = field(default_factory=lambda: EngineState({}))
 
-    def add(self, facts: StepFacts) -> None:
+    def add(self, facts: BatchResult) -> None:
         self.facts.append({**asdict(facts), "sums": dict(facts.sums)})
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from gpipe_cli import GPipe, current_microbatch
 from gpipe_cli.engines import single, threads
+from gpipe_cli.engines.engine import RECORDED_STEP, StepMeter
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
-from gpipe_cli.engines.step_meter import RECORDED_STEP, StepMeter
 from gpipe_cli.errors import NumericError, ResourceError
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.profiling.records import Sample

@@ -84,7 +84,7 @@ def test_slices_are_read_from_their_tier_when_they_are_stored(device: torch.devi
     module, tier = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), CpuTier([device])
     slices = SlicedParameters.of(module, [1, 1]).store(tier)
     prefetcher = SlicePrefetcher(slices, tier, device)
-    for slice in prefetcher.tour([Part.WEIGHTS], [Part.WEIGHTS]):
+    for slice in prefetcher.iter_loaded([Part.WEIGHTS], [Part.WEIGHTS]):
         for parameter in slice.trained:
             parameter.data.fill_(3)
     prefetcher.wait_until_stored()

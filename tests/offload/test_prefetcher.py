@@ -33,7 +33,7 @@ class Watched:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self.reserve, self.close, self.relieves = tier.reserve, tier.close, lambda device: False
+        self.reserve, self.close, self.frees_memory_of = tier.reserve, tier.close, lambda device: False
         self.moves: list[str] = []
         self._count = 0
 
@@ -182,7 +182,7 @@ def test_a_tour_loads_every_slice_and_stores_what_changed(watched: Watched) -> N
     module = model()
     before = [watched_value.clone() for watched_value in model().parameters()]
     prefetcher = make_prefetcher(module, watched)
-    for slice in prefetcher.tour([Part.WEIGHTS], [Part.WEIGHTS]):
+    for slice in prefetcher.iter_loaded([Part.WEIGHTS], [Part.WEIGHTS]):
         with torch.no_grad():
             for parameter in slice.parameters:
                 parameter.add_(1)
@@ -190,7 +190,7 @@ def test_a_tour_loads_every_slice_and_stores_what_changed(watched: Watched) -> N
     prefetcher.invalidate()
     after = [
         parameter.detach().clone()
-        for slice in prefetcher.tour([Part.WEIGHTS], [])
+        for slice in prefetcher.iter_loaded([Part.WEIGHTS], [])
         for parameter in slice.parameters
     ]
     for mine, theirs in zip(after, before, strict=True):
@@ -287,7 +287,7 @@ def test_the_memory_of_slices_outlives_copies_that_nobody_awaited_and_kernels_of
     torch.accelerator.synchronize(device)
     simulated.reset()
     with torch.Stream(device):
-        slices = prefetcher.tour([Part.WEIGHTS], changed)
+        slices = prefetcher.iter_loaded([Part.WEIGHTS], changed)
         for index in range(visited):
             next(slices)
             module[index].weight.sum()

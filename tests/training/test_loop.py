@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_cli.engines.protocol import Batch, StepFacts
+from gpipe_cli.engines.protocol import Batch, BatchResult
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.training.loop import (
     EvalProgress,
@@ -42,17 +42,17 @@ class Fake:
     """Samples, key and rate of every step."""
     module: nn.Module = field(default_factory=nn.Identity)
 
-    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
+    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> BatchResult:
         samples = len(batch[1])
         self.trained.append((samples, key, lr))
         loss = self.losses.get(samples, 1.0)
         if not math.isfinite(loss):
             raise NumericError("the loss is nan")
-        return StepFacts(loss, samples, {"top1": samples / 2} if measure else {}, samples)
+        return BatchResult(loss, samples, {"top1": samples / 2} if measure else {}, samples)
 
-    def eval_step(self, batch: Batch) -> StepFacts:
+    def eval_step(self, batch: Batch) -> BatchResult:
         samples = len(batch[1])
-        return StepFacts(self.losses.get(samples, 1.0), samples, {"top1": float(samples)}, samples)
+        return BatchResult(self.losses.get(samples, 1.0), samples, {"top1": float(samples)}, samples)
 
     def close(self) -> None:
         pass
@@ -199,24 +199,24 @@ def test_a_begun_epoch_counts_as_one(steps: int, per_epoch: int, epochs: int) ->
 
 def test_batches_weigh_by_what_their_loss_is_a_mean_of() -> None:
     totals = MetricTotals()
-    totals.add(StepFacts(loss=1.0, samples=2, sums={"top1": 3.0}, weight=3.0))
-    totals.add(StepFacts(loss=5.0, samples=2, sums={"top1": 0.0, "top5": 1.0}, weight=1.0))
-    totals.add(StepFacts(loss=0.0, samples=2, sums={"top1": 0.0}, weight=0.0))
+    totals.add(BatchResult(loss=1.0, samples=2, sums={"top1": 3.0}, weight=3.0))
+    totals.add(BatchResult(loss=5.0, samples=2, sums={"top1": 0.0, "top5": 1.0}, weight=1.0))
+    totals.add(BatchResult(loss=0.0, samples=2, sums={"top1": 0.0}, weight=0.0))
     assert (totals.samples, totals.loss) == (6, 2.0)
     assert totals.means == {"top1": 0.75, "top5": 0.25}
 
 
 def test_the_perplexity_is_that_of_all_tokens_and_not_the_mean_over_batches() -> None:
     totals = MetricTotals()
-    totals.add(StepFacts(loss=0.0, samples=1, sums={"bits_per_token": 1.0}, weight=1.0))
-    totals.add(StepFacts(loss=0.0, samples=1, sums={"bits_per_token": 15.0}, weight=3.0))
+    totals.add(BatchResult(loss=0.0, samples=1, sums={"bits_per_token": 1.0}, weight=1.0))
+    totals.add(BatchResult(loss=0.0, samples=1, sums={"bits_per_token": 15.0}, weight=3.0))
     assert totals.means == {"bits_per_token": 4.0, "perplexity": 16.0}
     assert metric_means({"bits_per_token": 9e9}, 1.0)["perplexity"] == 2.0**1023
 
 
 def test_held_out_samples_without_a_scored_label_cannot_be_evaluated() -> None:
     unscored = Fake()
-    unscored.eval_step = lambda batch: StepFacts(0.0, len(batch[1]), {}, 0.0)  # type: ignore[method-assign]
+    unscored.eval_step = lambda batch: BatchResult(0.0, len(batch[1]), {}, 0.0)  # type: ignore[method-assign]
     with pytest.raises(DataError, match="no sample to evaluate on has a label that the loss scores"):
         evaluate(unscored, batches(4))
 
