@@ -169,4 +169,4 @@ def _check_combinations(invocation: Invocation) -> None:
             raise ConfigError(f"{flag} needs --cfg; it controls how a configuration is printed")
     for flag, value in (("--json", invocation.json), ("--dry-run", invocation.dry_run)):
         if value and any(prints.values()):
-            raise ConfigError(f"{flag} has no effect with {given[0]}, which runs nothing; leave it out")
+            raise ConfigError(f"{flag} has no effect with {given[0]}, which runs nothing; remove it")

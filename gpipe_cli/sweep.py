@@ -236,11 +236,11 @@ class _Sweep:
         if sets_key(words, "run_dir") and sets_key(words, SWEEP_DIR):
             raise ConfigError(f"run_dir and {SWEEP_DIR} exclude each other; give one of them")
         if sets_key(words, SWEEP_DIR) and not self.makes_runs:
-            raise ConfigError(f"{SWEEP_DIR}: has no effect, because nothing is trained; leave it out")
+            raise ConfigError(f"{SWEEP_DIR}: has no effect, because nothing is trained; remove it")
         if sets_key(words, "hydra.sweep.subdir"):
-            raise ConfigError("hydra.sweep.subdir: jobs are named after their values; leave it out")
+            raise ConfigError("hydra.sweep.subdir: jobs are named after their values; remove it")
         if self.is_optuna and self.monitor is None:
-            raise ConfigError("hydra/sweeper=optuna: needs a metric of gpipe train; leave it out")
+            raise ConfigError("hydra/sweeper=optuna: needs a metric of gpipe train; remove it")
         together = launcher.get("n_jobs", 1) != 1 or "LocalLauncher" in launcher._target_
         asked = not self.is_optuna or sets_key(words, "hydra.sweeper.n_jobs")
         if together and asked and self.jobs != 1 and self.monitor is not None:

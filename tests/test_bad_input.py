@@ -52,8 +52,8 @@ JUDGED = """
 2 train engine=foo => engine=foo: no such option; choose one of: offload, processes, single, threads
 2 train engine=offload checkpoint=[always] => engine=offload has no partitions; give one mode
 2 profile engine=offload => engine=offload: is for the steps that timeline=true runs
-2 profile timeline=true engine=single => engine=single: its steps cannot be recorded; leave it out
-2 train engine=offload schedule=1f1b => schedule: has no effect with engine=offload; leave it out
+2 profile timeline=true engine=single => engine=single: its steps cannot be recorded; remove it
+2 train engine=offload schedule=1f1b => schedule: has no effect with engine=offload; remove it
 2 profile timeline=true engine=offload partitions=2 => partitions: has no effect with engine=offload
 2 train steps=0 => steps=0: must be at least 1
 2 train balance=[4,6] => balance=manual balance.layers=[4,6]
@@ -74,8 +74,8 @@ JUDGED = """
 2 train engine=single balance=manual balance.layers=[10] => balance: has no effect with engine=single
 2 train engine=single schedule=gpipe => schedule: has no effect with engine=single
 2 train data_parallel=2 =>
-    data_parallel: has no effect with engine=threads; leave it out, or choose engine=processes
-2 train engine=offload shard=none => shard: has no effect with engine=offload; leave it out
+    data_parallel: has no effect with engine=threads; remove it, or choose engine=processes
+2 train engine=offload shard=none => shard: has no effect with engine=offload; remove it
 2 train engine=processes partitions=11 => partitions=11: the model has only 10 layers
 2 train engine=processes engine.max_restarts=x => engine.max_restarts=x: expected a whole number
 2 train engine=single partitions=2 => partitions: has no effect with engine=single
@@ -130,7 +130,7 @@ JUDGED = """
 2 generate run=. temperature=-0.5 => temperature=-0.5: must be at least 0
 2 generate run=. temperature=nan => temperature=nan: must be finite
 2 generate run=. top_k=0 => top_k=0: must be at least 1
-2 generate run=. batch_size=4 => batch_size: has no effect on gpipe generate; leave it out
+2 generate run=. batch_size=4 => batch_size: has no effect on gpipe generate; remove it
 2 generate run=. loss.label_smoothing=1 => loss.label_smoothing: has no effect on gpipe generate
 2 generate run=. promt=a => unknown key 'promt'; did you mean 'prompt'?
 2 export => run: give the run to export, run=runs/train/..., or snapshot=...
@@ -231,8 +231,8 @@ JUDGED = """
 2 train plan.verify_budget=1 => plan.verify_budget belongs to gpipe plan
 2 train snapshot=3 => snapshot=3: holds several keys; set one of them, such as snapshot.every=...
 2 eval run=. snapshot.every=2 => unknown key 'snapshot.every'; did you mean 'snapshot'?
-2 generate run=. chunks=2 => chunks: has no effect on gpipe generate; leave it out
-2 report . hydra.verbose=true => hydra.verbose: gpipe report does not run through Hydra; leave it out
+2 generate run=. chunks=2 => chunks: has no effect on gpipe generate; remove it
+2 report . hydra.verbose=true => hydra.verbose: gpipe report does not run through Hydra; remove it
 2 train --experimental-rerun => unknown flag --experimental-rerun;
 2 train --config-path => unknown flag --config-path;
 2 train -x => unknown flag -x;
@@ -271,7 +271,7 @@ COMMAND_LINES = """
 2 train recipe.scale=small => recipe.scale=small: needs a recipe, and none is given
 2 train recipe=unet_speed recipe.scale=tiny => recipe.scale=tiny: choose one of: full, small
 2 train recipe=unet_speed recipe.scal=small => unknown key 'recipe.scal'; did you mean 'recipe.scale'?
-2 train recipe=digits recipe.scale=small => no recipe of that name has that scale, leave it out
+2 train recipe=digits recipe.scale=small => no recipe of that name has that scale, remove it
 2 train recipe=unet_sped recipe.scale=small => did you mean 'unet_speed'?
 2 train engine=offload engine.slices=99 => engine.slices=99: the model has only 10 layers
 2 train engine=offload engine.slice=9 => unknown key 'engine.slice'; did you mean 'engine.slices'?
@@ -301,7 +301,7 @@ COMMAND_LINES = """
 6 train model=mlp model.width=10000000000000 =>
     out of memory while building the model: cannot allocate 122,880,000,000,000,000 bytes; choose a
     smaller
-2 plan checkpoint=[always,never] => gpipe plan finds a mode for each partition; leave it out
+2 plan checkpoint=[always,never] => gpipe plan finds a mode for each partition; remove it
 2 train recipe=digits recipe=unet_speed => recipe: given as digits and as unet_speed; give it once
 2 train -m chunks=2,4 chunks=8 => chunks: given as 2,4 and as 8; give it once
 2 train recipe=${oc.env:HOME} => recipe=${oc.env:HOME}: choose an option by its name;
@@ -326,12 +326,12 @@ COMMAND_LINES = """
 2 generate run=. top_k=some => top_k=some: expected a whole number
 4 train resume=nowhere => resume=nowhere: no such directory
 2 train resume=. recipe=digits => recipe: gpipe train resume=... takes none
-2 export run=. out= => out: give a path, or leave it out
+2 export run=. out= => out: give a path, or remove it
 4 export run=. => contains no snapshot
 2 report => give a run directory: gpipe report runs/train/...
 4 report nowhere => nowhere: no such directory
 4 report . => .: not a run directory: it has none of config.yaml
-2 report . out= => out: give a path, or leave it out
+2 report . out= => out: give a path, or remove it
 2 cp => give what to copy and the new file: gpipe cp recipe/digits
 2 cp digits mine.yaml => 'digits': give a group and an option
 2 cp recipe/digit mine.yaml => recipe/digit: no such option; did you mean 'digits'?

@@ -103,7 +103,7 @@ def _check_engine(settings: ModelConfig, overrides: Sequence[str]) -> None:
             continue
         if sets_key(overrides, key) or not sets_key(overrides, "engine"):
             takers = "|".join(option.name for option in list_options("engine") if key not in option.ignores)
-            raise ConfigError(f"{key}: has no effect with {engine}; leave it out, or choose engine={takers}")
+            raise ConfigError(f"{key}: has no effect with {engine}; remove it, or choose engine={takers}")
         print_status(f"{key}: set by the recipe, and without effect with {engine}")
     if traits.one_checkpoint_mode and isinstance(settings.checkpoint, list):
         raise ConfigError(
@@ -116,7 +116,7 @@ def _check_engine(settings: ModelConfig, overrides: Sequence[str]) -> None:
     if not settings.timeline and (engine != default or has_keys):
         raise ConfigError(f"{engine}: is for the steps that timeline=true runs; add it, or leave this out")
     if not traits.has_timeline:
-        raise ConfigError(f"{engine}: its steps cannot be recorded; leave it out, which means {default}")
+        raise ConfigError(f"{engine}: its steps cannot be recorded; remove it, which means {default}")
 
 
 def _is_given(settings: ModelConfig, key: str, overrides: Sequence[str]) -> bool:

@@ -192,8 +192,8 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
     classes = settings.model.get("num_classes") or data.classes
     if numbers is False and classes < data.classes:
         raise DataError(
-            f"model.num_classes={classes}: labels are out of range, because the data has {data.classes} classes; leave "
-            "it out, or give at least as many"
+            f"model.num_classes={classes}: labels are out of range, because the data has {data.classes} classes; "
+            "remove it, or give at least as many"
         )
     replicas = settings.data_parallel
     world = World.current()

@@ -170,6 +170,6 @@ def _problems(optimizer: torch.optim.Optimizer, node: Mapping[str, Any]) -> Iter
     # torch keeps any key in a group, but an optimizer only reads from it what has a default for all groups.
     for index, group in enumerate(node.get(GROUPS) or []):
         for key in group_options(group).keys() - optimizer.defaults.keys():
-            yield f"optimizer.{GROUPS}[{index}].{key}: {name} has one value for all parameters; leave it out"
+            yield f"optimizer.{GROUPS}[{index}].{key}: {name} has one value for all parameters; remove it"
     if node.get(NO_DECAY) and "weight_decay" not in optimizer.defaults:
-        yield f"optimizer.{NO_DECAY}={node[NO_DECAY]}: {name} has no weight_decay; leave it out"
+        yield f"optimizer.{NO_DECAY}={node[NO_DECAY]}: {name} has no weight_decay; remove it"

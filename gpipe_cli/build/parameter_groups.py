@@ -59,7 +59,7 @@ def _problems_of_group(key: str, group: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key}: changes nothing; give {LR_SCALE}, weight_decay or another option of the optimizer"
     for name in ("params", "_target_"):
         if name in group:
-            yield f"unknown key '{key}.{name}'; leave it out"
+            yield f"unknown key '{key}.{name}'; remove it"
 
 
 def _is_list_of_names(value: Any) -> bool:

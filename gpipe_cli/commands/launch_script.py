@@ -129,7 +129,7 @@ def _check_own_keys(settings: LaunchScriptConfig, words: Sequence[str]) -> None:
         is_given = sets_key(words, key)
         if is_given and key not in ("kind", *used):
             raise ConfigError(
-                f"{key}: has no effect on {settings.kind}, whose keys are {', '.join(used)}; leave it out"
+                f"{key}: has no effect on {settings.kind}, whose keys are {', '.join(used)}; remove it"
             )
         if not is_given and getattr(settings, key) != getattr(defaults, key):
             raise ConfigError(

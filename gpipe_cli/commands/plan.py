@@ -54,11 +54,9 @@ def run(settings: PlanConfig, job: Job) -> Summary:
 
 def _plan(settings: PlanConfig, job: Job) -> Summary:
     if job.dry_run:
-        raise ConfigError("--dry-run: gpipe plan changes nothing and writes nothing; leave it out")
+        raise ConfigError("--dry-run: gpipe plan changes nothing and writes nothing; remove it")
     if sets_key(job.overrides, "balance"):
-        raise ConfigError(
-            "balance: gpipe plan searches for it; leave it out, or use gpipe profile to see one"
-        )
+        raise ConfigError("balance: gpipe plan searches for it; remove it, or use gpipe profile to see one")
     page = None if settings.page is None else Path(settings.page)
     if page is not None:
         check_replaceable("page", page)
@@ -100,7 +98,7 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
     step = _step(plans[0], planned)
     if page is not None:
         write_text(page, plan_page(summary, step))
-    shown = {**summary, "candidates": [plan.facts() for plan in best_and_plain(plans, settings.top)]}
+    shown = {**summary, "candidates": [plan.record() for plan in best_and_plain(plans, settings.top)]}
     if job.shows_result:
         _print(plans[0], planned, shown, step)
     return {**shown, **({} if page is None else {"page": str(page)})}
@@ -133,8 +131,8 @@ def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned
     bound = min(searched.lower_bound_ms, *alike)
     errors = [abs(plan.error) for plan in plans if plan.error is not None]
     return {
-        "best": plans[0].facts(),
-        "candidates": [plan.facts() for plan in plans],
+        "best": plans[0].record(),
+        "candidates": [plan.record() for plan in plans],
         "profile": planned.origin,
         "lower_bound": bound,
         "gap": 1 - bound / plans[0].step_ms,

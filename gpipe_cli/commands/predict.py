@@ -43,7 +43,7 @@ def _check_data_keys(job: Job, spec: InferenceSpec | None) -> None:
     for word in job.overrides:
         if spec is not None and override_group(word) == "data":
             raise ConfigError(
-                f"{word}: has no effect, because how to prepare inputs was saved with the weights; leave it out"
+                f"{word}: has no effect, because how to prepare inputs was saved with the weights; remove it"
             )
 
 

@@ -36,7 +36,7 @@ from gpipe_cli.runs.summary import write_report
 
 COSTS = ("forward_ms", "backward_ms", "forward_flops", "backward_flops")
 SIZES = ("saved_bytes", "parameters", "parameter_bytes")
-CURE = "try more chunks, or measure=false, which counts operations and bytes instead"
+HINT = "try more chunks, or measure=false, which counts operations and bytes instead"
 TABLES = ("layers", "timeline")
 """Parts of the summary that are printed as tables."""
 
@@ -64,7 +64,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     summary: dict[str, Any] = {"layers": [], "micro_batch": Batch(sample.input, "input").rows}
     timeline = None
     if settings.measure:
-        with report_out_of_memory("measuring the layers on one device", CURE):
+        with report_out_of_memory("measuring the layers on one device", HINT):
             untimed = layer_stats(parts.model, sample)
             layers = layer_times(parts.model, sample, seconds=settings.seconds)
         rows = layer_rows(untimed, [asdict(times) for times in layers], balance)

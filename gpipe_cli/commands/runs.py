@@ -48,7 +48,7 @@ def _rows(root: Path) -> list[RunRow]:
 
 def _watch(root: Path, job: Job) -> None:
     if job.json or not sys.stdout.isatty():
-        raise ConfigError("--watch refreshes a table on a terminal; leave it out for a pipe or --json")
+        raise ConfigError("--watch refreshes a table on a terminal; remove it for a pipe or --json")
     console = Console()
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:

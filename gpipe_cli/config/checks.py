@@ -126,7 +126,7 @@ def _values(given: Mapping[str, Any]) -> Iterator[str]:
         if isinstance(value, str) and may_name_file and (hidden := hidden_character(value)):
             yield f"{key}: {no_hidden(hidden)}"
     if given.get("out") == "":
-        yield "out: give a path, or leave it out"
+        yield "out: give a path, or remove it"
     try:
         parse_bytes(given.get("device_memory", "1B"))
     except ValueError as error:
@@ -154,7 +154,7 @@ def _combinations(flat: Mapping[str, Any]) -> Iterator[str]:
     elif isinstance(layers, list) and partitions not in (None, len(layers)):
         yield f"partitions={partitions}: balance.layers={layers} makes {len(layers)} partitions"
     if flat.get("timeline") and not flat["measure"]:
-        yield "timeline=true: runs the model, but measure=false runs nothing; leave one of them out"
+        yield "timeline=true: runs the model, but measure=false runs nothing; remove one of them"
     if "device" in flat:
         yield from _plan(flat)
     if "epochs" in flat:
@@ -169,7 +169,7 @@ def _schedule(flat: Mapping[str, Any]) -> str | None:
     if name == FILE and path is None:
         return "schedule.path: give the file with the order, such as schedule=file schedule.path=order.csv"
     if name != FILE and path is not None:
-        return f"schedule.path={path}: has no effect with schedule={name}; add schedule=file, or leave it out"
+        return f"schedule.path={path}: has no effect with schedule={name}; add schedule=file, or remove it"
     shipped = [option.name for option in list_options("schedule")]
     if name in shipped:
         return None
@@ -231,7 +231,7 @@ def _plan(flat: Mapping[str, Any]) -> Iterator[str]:
     yield from device_problems(device, devices)
     if flat["verify"]:
         what = f"devices={devices}" if device is None else f"device={device}"
-        yield f"verify=true: this machine has no {what} to run plans on; leave one of them out"
+        yield f"verify=true: this machine has no {what} to run plans on; remove one of them"
 
 
 def _training(flat: Mapping[str, Any]) -> Iterator[str]:
@@ -257,10 +257,10 @@ def _training(flat: Mapping[str, Any]) -> Iterator[str]:
     if resume == "auto" and run_dir is None:
         yield "resume=auto: needs run_dir=<directory>, the same each time"
     if continues and run_dir is not None:
-        yield f"run_dir={run_dir}: a resumed run continues in its own directory; leave it out"
+        yield f"run_dir={run_dir}: a resumed run continues in its own directory; remove it"
     # Of gpipe launch-script, what a file may set; `commands/launch_script` judges what only the command line gives.
     if "kind" in flat and flat.get("engine._target_") != PROCESSES:
-        yield "engine: only engine=processes runs on several machines; give that, or leave it out"
+        yield "engine: only engine=processes runs on several machines; give that, or remove it"
     if "kind" in flat and continues:
         yield f"resume={resume}: the script itself resumes the run in run_dir; give run_dir={resume} instead"
 
@@ -277,7 +277,7 @@ def _saved(flat: Mapping[str, Any]) -> Iterator[str]:
     elif flat["which"] is not None and flat["at"] is not None:
         yield "which and at are two names of one key; give which"
     elif (which := flat["which"] or flat["at"]) is not None and flat["run"] is None:
-        yield f"which={which}: chooses among the snapshots of run=...; with {given[0]} leave it out"
+        yield f"which={which}: chooses among the snapshots of run=...; with {given[0]} remove it"
     if flat.get("format") in ("hf", "peft") and flat["out"] is None:
         yield f"format={flat['format']}: writes a directory; give out=<directory>"
     if "input" in flat:

@@ -303,7 +303,7 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
         if not sets_hydra(word):
             _check_key(command, word)
         elif command not in SWEPT:
-            raise ConfigError(f"{key}: gpipe {command} does not run through Hydra; leave it out")
+            raise ConfigError(f"{key}: gpipe {command} does not run through Hydra; remove it")
         if key in ("recipe", SCALE_KEY) and continues_run and "resume=auto" not in words:
             raise ConfigError(
                 f"{key}: gpipe {command} resume=... takes none; its settings are those of its run"
@@ -315,7 +315,7 @@ def _check_key(command: str, word: str) -> None:
     group = key.partition(".")[0]
     own, sets = config_keys(command), equals and word[0] != "~"
     if group in NO_EFFECT.get(command, ()):
-        raise ConfigError(f"{key}: has no effect on gpipe {command}; leave it out")
+        raise ConfigError(f"{key}: has no effect on gpipe {command}; remove it")
     for above, row in known_keys(command).items():
         if key.startswith(f"{above}.") and (row.type == "list" or row.default.startswith("[")):
             raise ConfigError(f"{word}: {above} is a list; set it as a whole, {above}=[...]")

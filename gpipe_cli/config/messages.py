@@ -43,7 +43,9 @@ def _missing_option(error: MissingConfigException) -> str:
     available = [name for name in (error.options or []) if name != CUSTOM]
     if group == f"recipes/{SMALL}":
         small = or_list(option, [option.name for option in list_options(group)])
-        return f"recipe={option} {SCALE_KEY}={SMALL}: no recipe of that name has that scale, leave it out; {small}"
+        return (
+            f"recipe={option} {SCALE_KEY}={SMALL}: no recipe of that name has that scale, remove it; {small}"
+        )
     if not group:
         return (
             f"--config-name {missing}: no such config; it is looked for in the folder given as --config-dir"

@@ -74,7 +74,7 @@ def _checked_shape(shape: Sequence[int], size: int | None) -> tuple[int, ...]:
         return tuple(shape)
     if len(shape) != 3:
         raise ConfigError(
-            f"data.size={size}: applies to images only, and data.shape is {list(shape)}; leave it out"
+            f"data.size={size}: applies to images only, and data.shape is {list(shape)}; remove it"
         )
     return (shape[0], size, size)
 

@@ -77,8 +77,8 @@ class PairSamples:
             return _checked(input), target
         if not isinstance(input, Tensor):
             raise DataError(
-                f"returns a {type(input).__name__} as input, which data.size={self._size} cannot scale; leave "
-                "data.size out"
+                f"returns a {type(input).__name__} as input, which data.size={self._size} cannot scale; "
+                "remove data.size"
             )
         return center_crop(input, self._size), target
 

@@ -60,7 +60,7 @@ def build_text(
     if stride is not None:
         check_whole_number("data.stride", stride, least=1)
         if not pack:
-            raise ConfigError(f"data.stride={stride}: has no effect with data.pack=false; leave it out")
+            raise ConfigError(f"data.stride={stride}: has no effect with data.pack=false; remove it")
     files = find_files(spec.path)
     maker = _tokenizer(tokenizer, eos_token)
     if tokenizer is None:
@@ -117,7 +117,7 @@ def _tokenizer(
     if path is not None:
         return read_tokenizer(path, eos_token)
     if eos_token is not None:
-        raise ConfigError(f"data.eos_token={eos_token}: has no effect without data.tokenizer; leave it out")
+        raise ConfigError(f"data.eos_token={eos_token}: has no effect without data.tokenizer; remove it")
     return ByteTokenizer(end_of_bytes)
 
 

@@ -122,30 +122,30 @@ class LayerUpdate:
 
 
 def estimate_costs(
-    facts: ModelStats,
+    stats: ModelStats,
     run: DeviceRun,
     scale: float = 1.0,
     trained: Sequence[LayerUpdate] = (),
     shared_bytes: int = 0,
 ) -> LayerCosts:
-    """The costs of a micro-batch with `scale` times the rows of the one the facts are of.
+    """The costs of a micro-batch with `scale` times the rows of the one the statistics are of.
 
     `trained` is one per layer, or nothing to leave the update out; `shared_bytes` are the gradients of parameters that
     several layers share.
     """
     # Equal layers have the very same operations.
     layer_ms = cache(partial(_layer_ms, run, scale))
-    times = [layer_ms(layer) for layer in facts.operations]
+    times = [layer_ms(layer) for layer in stats.operations]
     forward, backward = [layer.forward for layer in times], [layer.backward for layer in times]
     share = sum(layer.weight_grad for layer in times) / sum(backward) if any(backward) else 0.5
     return LayerCosts(
         forward,
         backward,
-        transfer=[run.transfer_ms(scale * facts.boundary(end).bytes) for end in range(1, len(forward) + 1)],
+        transfer=[run.transfer_ms(scale * stats.boundary(end).bytes) for end in range(1, len(forward) + 1)],
         split=BackwardSplit(1 - share, share),
-        frozen_layers=facts.frozen_layers,
+        frozen_layers=stats.frozen_layers,
         update=update_costs(run, trained, shared_bytes) if trained else None,
-        host=[run.reached.launch_ms * len(layer.forward) for layer in facts.operations]
+        host=[run.reached.launch_ms * len(layer.forward) for layer in stats.operations]
         if run.one_process
         else None,
     )

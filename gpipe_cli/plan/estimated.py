@@ -61,8 +61,8 @@ class EstimatedCosts:
         all_rows = sorted({size.rows for size in sizes})
         print_status("counting the operations of each distinct layer")
         with autocast_of(self._settings):
-            self._counted = smallest, facts = self._count(all_rows)
-        self._memory.add_facts(smallest, facts)
+            self._counted = smallest, stats = self._count(all_rows)
+        self._memory.add_stats(smallest, stats)
         return [rows for rows in all_rows if rows >= smallest]
 
     def costs(self, rows: int, devices: int) -> LayerCosts:
@@ -75,8 +75,8 @@ class EstimatedCosts:
 
     def _estimate(self, rows: int, run: DeviceRun) -> LayerCosts:
         assert self._counted is not None, "prepare comes first"
-        counted_rows, facts = self._counted
-        return estimate_costs(facts, run, rows / counted_rows, *self._updates)
+        counted_rows, stats = self._counted
+        return estimate_costs(stats, run, rows / counted_rows, *self._updates)
 
     @cached_property
     def _updates(self) -> tuple[list[LayerUpdate], int]:

@@ -82,6 +82,11 @@ class _ListSchedule:
         self._parts = [cost.split for cost in problem.costs]
         self._limits = list(problem.memory) or [inf for _ in workers]
         self._used = [0.0 for _ in partitions]
+        # What an action adds to it, by partition, kind and whether the micro-batch is checkpointed.
+        self._kept = [
+            [(changes[kind, False][1], changes[kind, True][1]) for kind in _KINDS]
+            for changes in problem.kept_changes
+        ]
         self._reserves = _reserves(problem)
         self._free = [0.0 for _ in workers]
         self._begins: list[float | None] = [None for _ in workers]
@@ -183,7 +188,7 @@ class _ListSchedule:
         if limit == inf:
             return True
         problem, forwards = self._problem, self._done[partition][FORWARD]
-        needed, _ = problem.kept_change(Kind.FORWARD, partition, forwards)
+        needed = self._kept[partition][FORWARD][forwards < problem.stops[partition]]
         used = lower = 0.0
         for own in problem.own[worker]:
             used += self._used[own]
@@ -196,7 +201,7 @@ class _ListSchedule:
         """Run the action; the worker that receives what it makes, if any."""
         problem, cost = self._problem, self._problem.costs[partition]
         number = self._done[partition][kind]
-        self._used[partition] += problem.kept_change(_KINDS[kind], partition, number)[1]
+        self._used[partition] += self._kept[partition][kind][number < problem.stops[partition]]
         receiver = None
         if kind == FORWARD:
             end = now + cost.forward

@@ -59,7 +59,7 @@ MEASURING_SHARE = 0.8
 """Of the budget; the search has the rest."""
 MEASURING_ROOM = 0.8
 """The share of an accelerator's free memory for the layers that are measured; kernels need the rest while they run."""
-CURE = "try a smaller batch_size, or estimate the costs: gpipe plan device=<name>"
+HINT = "try a smaller batch_size, or estimate the costs: gpipe plan device=<name>"
 SMALL, LARGE = 2**12, 2**24
 """Bytes: the time of a small copy is latency, the rest of a large one's bandwidth."""
 MAX_ROUNDS = 15
@@ -163,7 +163,7 @@ class MeasuredSource:
             self._autocast(self._devices[0].type),
             sample_must_fit(self._sample_of(min(size.rows for size in sizes))),
             use_threads(1),
-            report_out_of_memory("measuring the layers on one device", CURE),
+            report_out_of_memory("measuring the layers on one device", HINT),
         ):
             measured = self._measure_sizes(sizes)
         outdated = self._profiles.outdated
@@ -323,10 +323,10 @@ def room_to_measure(devices: Sequence[torch.device]) -> float:
     """How many bytes the layers may take that are measured on any one of the devices."""
     room = inf
     for device in filter(is_accelerator, devices):
-        if (facts := free_and_total_bytes(device)) is not None:
+        if (sizes := free_and_total_bytes(device)) is not None:
             # torch keeps memory that this process no longer uses, and uses it first.
             kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-            room = min(room, MEASURING_ROOM * (facts[0] + kept))
+            room = min(room, MEASURING_ROOM * (sizes[0] + kept))
     return room
 
 
@@ -334,8 +334,8 @@ def _bytes_of(device: torch.device, devices: Sequence[torch.device]) -> int | No
     if not is_accelerator(device):
         # Workers on the CPU share the memory of the machine.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices.count(device)
-    facts = free_and_total_bytes(device)
-    return None if facts is None else facts[1]
+    sizes = free_and_total_bytes(device)
+    return None if sizes is None else sizes[1]
 
 
 def measure_link(source: torch.device, destination: torch.device) -> TransferCost:

@@ -81,7 +81,7 @@ class OffloadPlanner:
         return replace(
             self._resident,
             resident=self._resident.resident + batch_bytes,
-            facts=self.memory.facts(division.rows),
+            facts=self.memory.stats(division.rows),
             micro_batches=division.chunks,
             recomputed=checkpoint_stops(mode, 1, division.chunks)[0],
         )
@@ -93,7 +93,7 @@ class OffloadPlanner:
             self.model,
             optimizer_factory(self.settings, self.model),
             self.device,
-            self.memory.facts(1),
+            self.memory.stats(1),
             buffers=2,
             stores_gradients=self.settings.precision == "fp16",
             micro_batches=1,

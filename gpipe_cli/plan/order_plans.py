@@ -170,7 +170,7 @@ class OrderPlanner:
             reason = "no order of the best pipelines fits the memory of the devices"
             if not pipelines:
                 reason = f"the best pipelines have more than {MOST_ACTIONS:,} actions, too many to search"
-            raise ConfigError(f"schedule={AUTO}: {reason}; leave it out")
+            raise ConfigError(f"schedule={AUTO}: {reason}; remove it")
         fixed = [plan for plan in plans if plan.shape.devices == 1 or not only]
         return sorted([*fixed, *searched], key=lambda plan: plan.step_ms)
 

@@ -102,17 +102,27 @@ class OrderProblem:
     def _peak(self, actions: Iterable[Action]) -> float:
         kept = peak = 0.0
         for action in actions:
-            running, ended = self.kept_change(action.kind, action.partition, action.micro_batch)
+            is_checkpointed = action.micro_batch < self.stops[action.partition]
+            running, ended = self.kept_changes[action.partition][action.kind, is_checkpointed]
             peak = max(peak, kept + running)
             kept += ended
         return peak
 
-    def kept_change(self, kind: Kind, partition: int, micro_batch: int) -> tuple[float, float]:
-        """The bytes that an action adds to what its worker keeps for backward, while it runs and once it has ended."""
-        is_checkpointed = micro_batch < self.stops[partition]
-        running, ended = live_change(kind, is_checkpointed=is_checkpointed, kept=self.kept_share)
-        cost = self.costs[partition]
-        return running.bytes(cost), ended.bytes(cost)
+    @cached_property
+    def kept_changes(self) -> list[dict[tuple[Kind, bool], tuple[float, float]]]:
+        """The bytes that an action adds to what its worker keeps for backward, while it runs and once it has ended.
+
+        One table for each partition, by the kind of action and by whether its micro-batch is checkpointed.
+        """
+        changes = {
+            (kind, is_checkpointed): live_change(kind, is_checkpointed=is_checkpointed, kept=self.kept_share)
+            for kind in Kind
+            for is_checkpointed in (False, True)
+        }
+        return [
+            {key: (running.bytes(cost), ended.bytes(cost)) for key, (running, ended) in changes.items()}
+            for cost in self.costs
+        ]
 
     def fits(self, order: Order) -> bool:
         """Whether what the workers keep for backward fits their memory at every moment of the order."""

@@ -51,8 +51,8 @@ class PlanMemory:
         self.limit = max(limits, default=None)
         """Of the device with the most memory."""
         self.limits = limits
-        self.facts = cache(self._facts_of)
-        self._objective = cache(lambda rows: self._objective_from(self.facts(rows)))
+        self.stats = cache(self._stats_of)
+        self._objective = cache(lambda rows: self._objective_from(self.stats(rows)))
         self._known: tuple[int, MemoryObjective] | None = None
 
     @cached_property
@@ -60,14 +60,14 @@ class PlanMemory:
         """What the optimizer keeps for each parameter."""
         return state_by_parameter(optimizer_factory(self._settings, self._model), self._model)
 
-    def add_facts(self, rows: int, facts: ModelStats) -> None:
-        """Facts that are known already, of a small micro-batch."""
-        self._known = rows, self._objective_from(facts)
+    def add_stats(self, rows: int, stats: ModelStats) -> None:
+        """Statistics that are known already, of a small micro-batch."""
+        self._known = rows, self._objective_from(stats)
 
     def of(self, shape: PlanShape, balance: Sequence[int], rows: int) -> list[PartitionMemory]:
         """One for each partition."""
         return partition_memory(
-            self._model, self.facts(rows), balance, shape.spec(), self.state, kept_state(self._settings)
+            self._model, self.stats(rows), balance, shape.spec(), self.state, kept_state(self._settings)
         )
 
     def order_problems(
@@ -78,7 +78,7 @@ class PlanMemory:
         parts = with_bytes(
             costs.partitions(plan.balance, spec),
             self._model,
-            self.facts(rows),
+            self.stats(rows),
             plan.balance,
             self.state,
             kept_state(self._settings),
@@ -124,15 +124,15 @@ class PlanMemory:
         most = memory.most(graphs=times * (shape.chunks + 1), inputs=times * shape.chunks)
         return most <= min(self.limits) / shape.spec().partitions_per_device
 
-    def _facts_of(self, rows: int) -> ModelStats:
+    def _stats_of(self, rows: int) -> ModelStats:
         sample = self._sample_of(rows)
         with autocast_of(self._settings), sample_must_fit(sample):
             return model_stats(self._model, sample, count_flops=False)
 
-    def _objective_from(self, facts: ModelStats) -> MemoryObjective:
+    def _objective_from(self, stats: ModelStats) -> MemoryObjective:
         differ = self.limits if len(set(self.limits)) > 1 else ()
         return memory_objective_of(
-            self._model, facts, PipelineSpec("gpipe", 1, 1), with_gradient(self.state), self.limit, differ
+            self._model, stats, PipelineSpec("gpipe", 1, 1), with_gradient(self.state), self.limit, differ
         )
 
 

@@ -133,7 +133,7 @@ class Planner:
                 model,
                 self.devices,
                 sample_of=self.sample,
-                stats_of=lambda rows: self._memory.facts(rows),
+                stats_of=lambda rows: self._memory.stats(rows),
                 autocast=partial(autocast_of, settings),
                 folder=default_folder(),
                 reuse=settings.plan.cache,
@@ -165,7 +165,7 @@ class Planner:
 
     def plan(self, keep: int) -> Planned:
         if not any(map(self._shapes, self._sizes.batch_sizes)):
-            raise ConfigError(f"no plan is possible with {self._fixed_keys()}; leave some of these keys out")
+            raise ConfigError(f"no plan is possible with {self._fixed_keys()}; remove some of these keys")
         known = self._source.prepare(self._sizes.to_measure(), self._deadline)
         planned: list[Planned] = []
         # Large ones first: mostly they are better, and rule out most plans of the smaller ones at once.
@@ -370,7 +370,7 @@ class Planner:
         name = self._settings.schedule.name
         if self._given("schedule") and name == FILE:
             raise ConfigError(
-                f"schedule={name}: gpipe plan compares schedules; leave it out, and use gpipe train schedule={name} to "
+                f"schedule={name}: gpipe plan compares schedules; remove it, and use gpipe train schedule={name} to "
                 "see what its order will take"
             )
         if self._given("schedule") and name != AUTO:
@@ -383,7 +383,7 @@ class Planner:
             return CHECKPOINTS
         mode = self._settings.checkpoint
         if not isinstance(mode, str):
-            raise ConfigError(f"checkpoint={mode}: gpipe plan finds a mode for each partition; leave it out")
+            raise ConfigError(f"checkpoint={mode}: gpipe plan finds a mode for each partition; remove it")
         return [mode]
 
     def _given(self, key: str) -> bool:

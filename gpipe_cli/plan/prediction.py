@@ -23,7 +23,7 @@ SINGLE, THREADS, OFFLOAD = "single", "threads", "offload"
 """The engines that plans are for: without a pipeline, a pipeline, and a model in slices on one device."""
 SMALL = 0.02
 """A share of the step that is not worth mentioning."""
-CURES = {
+HINTS = {
     "slowest partition": (
         "the slowest partition holds the others up: a model cut into finer layers could be divided more evenly"
     ),
@@ -42,7 +42,7 @@ CURES = {
     "memory": "the memory limit holds it up: a larger device_memory or a smaller batch_size makes it quicker",
     "work": "devices are busy almost all the time: only faster devices, or more of them, make it quicker",
 }
-CURES_OF_ANY_BATCH_SIZE = {
+HINTS_OF_ANY_BATCH_SIZE = {
     "bubble": (
         "workers wait for the first micro-batch to arrive and the last to return: fewer partitions shorten that"
     ),
@@ -149,7 +149,7 @@ class Prediction:
         """How many times as long a sample takes."""
         return self.step_ms / self.batch_size / (other.step_ms / other.batch_size)
 
-    def facts(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "balance": list(self.balance),
@@ -309,14 +309,14 @@ def advice(plans: Sequence[Prediction]) -> str:
         pipelines = [plan for plan in plans if not plan.is_plain and plan.shape.devices > 1]
         slower = f", a pipeline takes {pipelines[0].slower_than(best):.2f} times as long" if pipelines else ""
         return f"train without a pipeline: one device is quickest here{slower}"
-    cures = CURES | CURES_OF_ANY_BATCH_SIZE if best.chose_batch_size else CURES
-    cure = cures[best.limit.name]
+    hints = HINTS | HINTS_OF_ANY_BATCH_SIZE if best.chose_batch_size else HINTS
+    hint = hints[best.limit.name]
     if plain is None:
-        return cure
+        return hint
     gain, devices = plain.slower_than(best), best.shape.devices
     if gain > devices:
         return (
             f"the times disagree: on {devices} device(s) no pipeline is {gain:.2f} times as fast as without one; run "
-            f"it again when nothing else runs here; {cure}"
+            f"it again when nothing else runs here; {hint}"
         )
-    return f"{gain:.2f} times as fast as without a pipeline; {cure}"
+    return f"{gain:.2f} times as fast as without a pipeline; {hint}"

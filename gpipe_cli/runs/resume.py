@@ -250,7 +250,7 @@ def _changes(saved: DictConfig, tree: DictConfig, changeable: Sequence[str]) -> 
         if key not in changeable and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED_KEYS):
             raise ConfigError(
                 f"{key}={new}: the run was started with {old}, which cannot change when you resume it; "
-                "leave it out, or start a new run"
+                "remove it, or start a new run"
             )
         changes.append(f"{key}: {old} -> {new}")
     return changes

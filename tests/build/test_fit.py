@@ -80,7 +80,7 @@ def own(gpipe: Gpipe, user_module: UserModule) -> Gpipe:
         (
             ["classes", "model=mlp", "model.num_classes=2"],
             3,
-            "model.num_classes=2: labels are out of range, because the data has 3 classes; leave it out",
+            "model.num_classes=2: labels are out of range, because the data has 3 classes; remove it",
         ),
         (
             ["classes", OWN_MODEL, "model.outputs=2"],

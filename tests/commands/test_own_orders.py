@@ -137,8 +137,8 @@ def test_two_partitions_per_device_are_also_tried_there_and_back(tiny: Gpipe) ->
             "the order is for 2 partitions on 2 devices and 2 chunks, and there are 3 partitions on 3 devices and "
             "2 chunks; give partitions=2, devices=2",
         ),
-        (("schedule=auto", "engine=single"), "schedule: has no effect with engine=single; leave it out"),
-        (("schedule=auto", "engine=offload"), "schedule: has no effect with engine=offload; leave it out"),
+        (("schedule=auto", "engine=single"), "schedule: has no effect with engine=single; remove it"),
+        (("schedule=auto", "engine=offload"), "schedule: has no effect with engine=offload; remove it"),
         (("schedule=aoto",), "schedule=aoto"),
         (("schedule=auto", TWO, "partitions=1"), "partitions=1: each partition needs its own device"),
     ],

@@ -155,7 +155,7 @@ def test_training_uses_and_saves_the_best_plan_with_the_bits_of_a_run_without_pl
         ("devices=[cpu,cpu] data_parallel=2", "data_parallel=2: needs device="),
         ("device=a100 devices=3 data_parallel=2", "cannot be divided equally among the replicas"),
         ("--by time", "gpipe plan searches for it"),
-        ("--dry-run", "leave it out"),
+        ("--dry-run", "remove it"),
         ("plan.budget=0", "plan.budget=0.0: must be positive"),
         ("partitions=9 devices=[cpu,cpu]", "each partition needs its own device"),
         ("devices=[cpu,cpu] partitions=2 chunks=1", "no plan is possible with devices=[cpu,cpu]"),

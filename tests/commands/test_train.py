@@ -328,4 +328,4 @@ def test_an_engine_of_the_command_line_ignores_keys_of_a_recipe_aloud(gpipe: Gpi
         and "checkpoint: set by the recipe, and without effect with engine=single\n" in answer.err
     )
     answer = gpipe(*words, "checkpoint=never")
-    assert answer.code == 2 and "checkpoint: has no effect with engine=single; leave it out" in answer.err
+    assert answer.code == 2 and "checkpoint: has no effect with engine=single; remove it" in answer.err

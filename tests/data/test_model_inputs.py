@@ -179,7 +179,7 @@ def test_a_pair_of_datasets_may_return_arguments_and_may_pad_them() -> None:
 @pytest.mark.parametrize(
     ("samples", "size", "message"),
     [
-        (Sentences(), 8, "returns a dict as input, which data.size=8 cannot scale; leave data.size out"),
+        (Sentences(), 8, "returns a dict as input, which data.size=8 cannot scale; remove data.size"),
         (
             Sentences(lambda input: "text"),
             None,

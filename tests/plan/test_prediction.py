@@ -56,7 +56,7 @@ def test_modes_that_differ_are_given_as_a_list() -> None:
     costs = LayerCosts([1.0] * 4, [2.0] * 4)
     prediction = _predicted(PlanShape(2, 2, 4, "1f1b", ("always", "never")), (2, 2), costs)
     assert prediction.overrides.endswith("schedule=1f1b checkpoint=[always,never]")
-    assert prediction.facts()["checkpoint"] == ["always", "never"]
+    assert prediction.record()["checkpoint"] == ["always", "never"]
 
 
 def test_the_plain_run_is_recommended_where_it_is_quickest() -> None:
@@ -76,6 +76,6 @@ def test_the_plain_run_is_recommended_where_it_is_quickest() -> None:
 def test_an_error_is_a_share_of_what_was_measured() -> None:
     costs = LayerCosts([1.0], [2.0])
     prediction = _predicted(PlanShape(1, 1, 1, "1f1b", "never"), (1,), costs)
-    assert prediction.error is None and "measured_ms" not in prediction.facts()
+    assert prediction.error is None and "measured_ms" not in prediction.record()
     measured = replace(prediction, measured_ms=4.0)
-    assert measured.error == pytest.approx(-0.25) and measured.facts()["measured_ms"] == 4.0
+    assert measured.error == pytest.approx(-0.25) and measured.record()["measured_ms"] == 4.0

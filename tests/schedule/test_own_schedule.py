@@ -99,8 +99,8 @@ def test_without_permission_nothing_is_imported(gpipe: Gpipe, own: Callable[[str
 @pytest.mark.parametrize(
     ("source", "engine", "message"),
     [
-        (PAIRS, "single", "schedule: has no effect with engine=single; leave it out"),
-        (PAIRS, "offload", "schedule: has no effect with engine=offload; leave it out"),
+        (PAIRS, "single", "schedule: has no effect with engine=single; remove it"),
+        (PAIRS, "offload", "schedule: has no effect with engine=offload; remove it"),
         (PAIRS, "processes", "torch.distributed.pipelining has no such schedule; use engine=threads"),
         (
             PAIRS.replace("{torch_schedule!r}", "'PipelineStage'"),
