@@ -24,8 +24,7 @@ from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
 from gpipe_cli.engines.parameters import EngineParameters, OffloadedParameters
 from gpipe_cli.engines.protocol import DTYPES, Batch, BatchResult, EngineSpec, TrainingObjective, Utilization
-from gpipe_cli.engines.state import EngineState
-from gpipe_cli.engines.state_check import check_scaler
+from gpipe_cli.engines.state import EngineState, check_scaler
 from gpipe_cli.engines.update import Update
 from gpipe_cli.errors import NumericError
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing

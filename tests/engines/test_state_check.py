@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.engines.state import EngineState, OptimizerState, load_module, merged_numbers
-from gpipe_cli.engines.state_check import check_scaler
+from gpipe_cli.engines.state import EngineState, OptimizerState, check_scaler, load_module, merged_numbers
 from gpipe_cli.errors import RunError
 
 MAKE: dict[str, Any] = {
