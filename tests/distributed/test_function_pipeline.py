@@ -41,7 +41,8 @@ ROWS, MICRO_BATCHES, MAX_NORM = 10, 4, 0.5
 def whole_model() -> list[nn.Module]:
     """Example: partition a Resnet into stages."""
     torch.manual_seed(0)
-    model = torchvision.models.resnet18(weights=None, num_classes=10)
+    resnet = torchvision.models.resnet  # with half the blocks of resnet18
+    model = resnet.ResNet(resnet.BasicBlock, [1, 1, 1, 1], num_classes=10)
     layer_list = [
         *("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool"),
         *(lambda x: torch.flatten(x, 1), "fc"),
@@ -52,9 +53,8 @@ def whole_model() -> list[nn.Module]:
 
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(ROWS, 3, 32, 32, generator=generator), torch.randint(
-        0, 10, (ROWS,), generator=generator
-    )
+    samples = torch.randn(ROWS, 3, 16, 16, generator=generator)
+    return samples, torch.randint(0, 10, (ROWS,), generator=generator)
 
 
 criterion = nn.CrossEntropyLoss()
