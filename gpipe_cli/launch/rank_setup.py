@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # most processes are no rank of torchrun's, and need no monit
 
 LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
 """Parts of torch's messages about a peer that died; torch raises a plain RuntimeError for most of them."""
-SUPERVISOR_MARGIN = 60.0
+LAUNCHER_MARGIN = 60.0
 """Seconds added to torch's timeout, so that the launcher is the first to report that a step takes too long."""
 PRACTICALLY_FOREVER = timedelta(days=7)
 
@@ -147,7 +147,7 @@ def _reports(files: RankFiles | None, step_timeout: float | None) -> Iterator[St
 
 def _timeout(step_timeout: float | None) -> timedelta:
     return (
-        PRACTICALLY_FOREVER if step_timeout is None else timedelta(seconds=step_timeout + SUPERVISOR_MARGIN)
+        PRACTICALLY_FOREVER if step_timeout is None else timedelta(seconds=step_timeout + LAUNCHER_MARGIN)
     )
 
 
