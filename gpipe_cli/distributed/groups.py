@@ -219,10 +219,10 @@ class RankCoords:
     schedules deal stages to ranks, unless a custom schedule places them otherwise.
     """
 
-    pipe: ProcessGroup | None
-    """The group of the ranks with the other partitions of this replica; None for a process alone."""
-    data: ProcessGroup | None
-    """The group of the ranks with the same partitions of the other replicas; None for a process alone."""
+    pipe: ProcessGroup
+    """The group of the ranks with the other partitions of this replica."""
+    data: ProcessGroup
+    """The group of the ranks with the same partitions of the other replicas."""
     device: torch.device
     workers: tuple[int, ...]
     """The rank, in the pipe, of each partition of the whole model."""
@@ -231,11 +231,6 @@ class RankCoords:
     ranks: int
     replica: int
     replicas: int
-
-    @classmethod
-    def alone(cls, device: torch.device) -> RankCoords:
-        """A process that has the whole model, and nobody to exchange anything with."""
-        return cls(None, None, device, workers=(0,), rank=0, ranks=1, replica=0, replicas=1)
 
     @classmethod
     def of_groups(cls, workers: tuple[int, ...], devices: Sequence[torch.device]) -> RankCoords:

@@ -149,7 +149,6 @@ class RankRunner:
             if parameter.requires_grad and not parameter.is_meta and parameter not in borrowed
         ]
         tied = [parameter for parameter, _ in self._tied.users]
-        assert self._coords.data is not None, "there are several replicas"
         return GradientBuckets(parameters, self._coords.data, late=tied)
 
     def _run(

@@ -146,9 +146,7 @@ def _reports(files: RankFiles | None, step_timeout: float | None) -> Iterator[St
 
 
 def _timeout(step_timeout: float | None) -> timedelta:
-    return (
-        PRACTICALLY_FOREVER if step_timeout is None else timedelta(seconds=step_timeout + LAUNCHER_MARGIN)
-    )
+    return PRACTICALLY_FOREVER if step_timeout is None else timedelta(seconds=step_timeout + LAUNCHER_MARGIN)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.distributed.world import (
     World,
     broadcast_json,
@@ -23,14 +22,13 @@ def test_a_single_process_agrees_with_itself() -> None:
     assert alone.max(3) == alone.min(3) == 3 and alone.from_rank_zero("runs/1") == "runs/1"
 
 
-def test_a_rank_that_is_alone_gets_back_what_it_gives() -> None:
-    coords, numbers = RankCoords.alone(torch.device("cpu")), torch.tensor([2.0, 3.0], dtype=torch.float64)
-    assert coords.has_output and coords.own_partitions == [0] and coords.pipe is None is coords.data
-    assert broadcast_json({"a": [1]}, 0, coords.pipe) == {"a": [1]} and gather_json(3, coords.pipe) == [3]
-    for got in (broadcast_numbers, broadcast_tensor):
-        assert got(numbers, coords.last_rank, coords.pipe).equal(numbers)
-    assert sum_of_numbers(numbers, coords.data).equal(numbers)
-    assert gather_numbers(numbers, coords.data).equal(numbers.unsqueeze(0))
+def test_without_a_group_a_message_is_what_was_given() -> None:
+    numbers = torch.tensor([2.0, 3.0], dtype=torch.float64)
+    assert broadcast_json({"a": [1]}, 0, None) == {"a": [1]} and gather_json(3, None) == [3]
+    for exchanged in (broadcast_numbers(numbers, 0, None), broadcast_tensor(numbers, 0, None)):
+        assert exchanged.equal(numbers)
+    assert sum_of_numbers(numbers, None).equal(numbers)
+    assert gather_numbers(numbers, None).equal(numbers.unsqueeze(0))
 
 
 def agree(rank: int, ranks: int, folder: Path) -> None:
