@@ -5,7 +5,6 @@ from __future__ import annotations
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.inference.trained import TrainedModel, use_trained, with_saved_settings
-from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.loop import evaluate
 
@@ -13,7 +12,7 @@ from gpipe_cli.training.loop import evaluate
 def run(settings: EvalConfig, job: Job) -> Summary:
     with use_trained(with_saved_settings(settings, job), job) as trained:
         summary = _evaluate(trained)
-    if job.shows_result and is_main_process() and not job.dry_run:
+    if job.shows_result and not job.dry_run:
         print_facts("", summary)
     return summary
 

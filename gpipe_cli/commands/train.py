@@ -12,7 +12,6 @@ from gpipe_cli.build.step import autocast_of, make_sample
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.profiling.memory import partition_memory
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.report.model_tables import flop_rows, print_layers, print_partition_memory, print_partitions
@@ -37,7 +36,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
                 summary = run.launch_ranks(parts, spec)
             case Do.TRAIN:
                 summary = _train_here(run, parts, spec)
-    if job.shows_result and is_main_process():
+    if job.shows_result:
         print_summary(summary, run.settings)
     return summary
 

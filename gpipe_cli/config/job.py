@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.config.schema import CommandConfig, ModelConfig
 from gpipe_cli.config.words import override_group, text_word
+from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_files import RankFiles
 
 Summary = Mapping[str, Any]
@@ -69,8 +70,8 @@ class Job:
 
     @property
     def shows_result(self) -> bool:
-        """Whether the command prints its result: a sweep prints all at its end, and a launcher that of its ranks."""
-        return not self.json and not self.in_sweep and self.rank is None
+        """Whether this process prints the result: a sweep prints all at its end, and a launcher that of its ranks."""
+        return is_main_process() and not (self.json or self.in_sweep or self.rank is not None)
 
     def train_command(self, without: Collection[str]) -> str:
         """The command that trains with the same overrides, except for some keys and the keys below them."""

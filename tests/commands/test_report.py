@@ -10,25 +10,23 @@ from tests.report.page.runs import write_profile, write_training
 from tests.support.command_line import Gpipe
 
 
-def test_a_trained_run_has_a_report_that_can_be_rebuilt(tiny: Gpipe) -> None:
-    summary = tiny("train", "run_dir=here", "--json").json
-    page = Path(summary["run_dir"]) / "report.html"
+def test_a_trained_run_has_a_report_that_can_be_rebuilt(gpipe: Gpipe, tiny_run: Path) -> None:
+    page = tiny_run / "report.html"
     first = page.read_text(encoding="utf-8")
-    assert "gpipe train resume=here 'allow=[tiny_for_tests]'" in unescape(first)
+    assert "gpipe train resume=run 'allow=[tiny_for_tests]'" in unescape(first)
     assert "gpipe profile timeline=true" in first and "gradient" in first
     page.unlink()
-    answer = tiny("report", "here")
-    assert answer.code == 0 and answer.out.startswith("report  here/report.html")
+    answer = gpipe("report", "run")
+    assert answer.code == 0 and answer.out.startswith("report  run/report.html")
     assert page.read_text(encoding="utf-8") == first
 
 
-def test_the_report_of_a_resumed_run_lists_all_its_commands(tiny: Gpipe, gpipe: Gpipe) -> None:
-    tiny("train", "run_dir=here", "epochs=1", "chunks=2")
-    tiny("train", "resume=here", "epochs=2", "run_dir=null", "chunks=4")
-    page = Path("here/report.html").read_text(encoding="utf-8")
-    assert "Repeat the run, in this order" in page and "resume=here" in page
+def test_the_report_of_a_resumed_run_lists_all_its_commands(gpipe: Gpipe, tiny_run: Path) -> None:
+    assert gpipe("train", "resume=run", "steps=7", "chunks=4", "allow=[tiny_for_tests]").code == 0
+    page = (tiny_run / "report.html").read_text(encoding="utf-8")
+    assert "Repeat the run, in this order" in page and "resume=run" in page
     shown = page[page.index("See where time and memory go") :].split("</pre>")[0]
-    line = "gpipe profile timeline=true config=here/config.yaml 'allow=[tiny_for_tests]'"
+    line = "gpipe profile timeline=true config=run/config.yaml 'allow=[tiny_for_tests]'"
     assert line in unescape(shown)
     composed = gpipe("profile", "--cfg", "job", *shlex.split(line)[2:])
     assert composed.code == 0 and "chunks: 4\n" in composed.out

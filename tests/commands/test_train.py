@@ -137,14 +137,12 @@ def test_engine_single_logs_its_layers_too(tiny: Gpipe) -> None:
     assert "Micro-batch" not in log and "train | forward" not in answer.err
 
 
-def test_an_existing_directory_is_refused_and_an_empty_one_taken(tiny: Gpipe, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    assert tiny("train", "steps=1", "run_dir=mine").code == 0
-    before = sorted((tmp_path / "mine").rglob("*"))
-    answer = tiny("train", "steps=1", "run_dir=mine")
+def test_a_directory_with_a_run_is_refused(tiny: Gpipe, tiny_run: Path) -> None:
+    before = sorted(tiny_run.rglob("*"))
+    answer = tiny("train", "steps=1", "run_dir=run")
     assert answer.code == 2
-    assert "run_dir=mine: the directory exists and is not empty" in answer.err
-    assert sorted((tmp_path / "mine").rglob("*")) == before
+    assert "run_dir=run: the directory exists and is not empty; resume=run continues the run" in answer.err
+    assert sorted(tiny_run.rglob("*")) == before
 
 
 def test_a_sweep_names_its_directories_by_their_words_and_ends_in_a_table(

@@ -213,6 +213,37 @@ def test_a_run_directory_may_itself_be_a_link(hold: Hold, tmp_path: Path) -> Non
     hold(moved, "resume", codes=(0,))
 
 
+HOSTILE_SETTINGS = [
+    ("tiny_for_tests.build", "os.mkdir\n  path: canary"),
+    ("model:", "model: !!python/object/apply:os.mkdir [canary]\nmodle:"),
+    ("model:", "- a\n- list\nmodel:"),
+    ("model:", "\x00"),
+    ("model:", "a: [1\nmodel:"),
+    ("precision: fp32", "precision: {}"),
+]
+
+
+@pytest.mark.parametrize("command", ["resume", "eval"])
+def test_hostile_settings_of_a_run_execute_nothing(hold: Hold, tmp_path: Path, command: str) -> None:
+    for innocent, evil in HOSTILE_SETTINGS:
+
+        def change(run: Path, innocent: str = innocent, evil: str = evil) -> None:
+            text = (run / "config.yaml").read_text()
+            (run / "config.yaml").write_text(text.replace(innocent, evil, 1))
+
+        assert hold(change, command, codes=(2, 4)).err.count("\n") == 1, evil
+        assert not (tmp_path / "canary").exists()
+
+
+def test_a_key_that_the_settings_of_a_run_lack_has_its_default(hold: Hold) -> None:
+    def change(run: Path) -> None:
+        text = (run / "config.yaml").read_text()
+        assert "\ndeterministic: false\n" in text
+        (run / "config.yaml").write_text(text.replace("\ndeterministic: false\n", "\n"))
+
+    hold(change, "resume", codes=(0,))
+
+
 def without(name: str, run: Path) -> None:
     (run / SNAPSHOT / name).unlink()
     seal(run)

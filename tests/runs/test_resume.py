@@ -161,7 +161,7 @@ def test_a_finished_run_does_not_change_unless_it_is_to_train_longer(
 REFUSED = {
     "optimizer=sgd": "optimizer._target_=torch.optim.SGD: the run was started with torch.optim.AdamW",
     "model.width=3": "model.width=3: the run was started with null",
-    "steps=1": "steps=1: the run has reached step 2",
+    "steps=1": "steps=1: the run has reached step 6",
 }
 REFUSED_TOO = {
     "seed=3": "seed=3: the run was started with 0",
@@ -176,14 +176,13 @@ REFUSED_TOO = {
     "refused", [REFUSED, pytest.param(REFUSED_TOO, marks=pytest.mark.slow)], ids=["few", "all"]
 )
 def test_resuming_refuses_changes_to_the_model_or_its_samples(
-    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, refused: dict[str, str]
+    gpipe: Gpipe, tiny_run: Path, refused: dict[str, str]
 ) -> None:
-    tiny("train", *WORDS, "run_dir=run", "steps=2")
-    before = content(tmp_path / "run")
+    before = content(tiny_run)
     for word, says in refused.items():
         answer = gpipe("train", "resume=run", ALLOW, word)
         assert (answer.code, says in answer.err, answer.err.count("\n")) == (2, True, 1), answer.err
-    assert content(tmp_path / "run") == before
+    assert content(tiny_run) == before
 
 
 def outcome(run: Path) -> tuple[int, str]:
@@ -286,73 +285,43 @@ def test_a_run_without_a_snapshot_starts_again_in_the_same_directory(
 
 @pytest.mark.parametrize("has_snapshot", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_another_engine_resumes_a_run_whose_keys_it_does_not_use(
-    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, has_snapshot: bool
+    gpipe: Gpipe, tiny_run: Path, has_snapshot: bool
 ) -> None:
     """engine=single refused the saved step_timeout, but only of a run that had ended before its first snapshot."""
-    assert tiny("train", "run_dir=run", "steps=1", "step_timeout=60").code == 0
+    saved = tiny_run / "config.yaml"
+    saved.write_text(saved.read_text().replace("step_timeout: null", "step_timeout: 60"))
     if not has_snapshot:
-        shutil.rmtree(tmp_path / "run" / "snapshots")
-    answer = gpipe("train", "run_dir=run", "resume=auto", ALLOW, "engine=single", "steps=2")
+        shutil.rmtree(tiny_run / "snapshots")
+    answer = gpipe("train", "run_dir=run", "resume=auto", ALLOW, "engine=single", "steps=7")
     assert answer.code == 0, answer.err
     assert ("starting again at step 0" in answer.err) == (not has_snapshot)
 
 
-def test_another_number_of_replicas_is_told_to_change_bits(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:
+def test_another_number_of_replicas_is_told_to_change_bits(gpipe: Gpipe, tiny_run: Path) -> None:
     """The line named the change without a word about results."""
-    assert tiny("train", "run_dir=run", "steps=1").code == 0
-    saved = tmp_path / "run" / "config.yaml"  # as three replicas would have left it
+    saved = tiny_run / "config.yaml"  # as three replicas would have left it
     text = saved.read_text().replace("data_parallel: 1", "data_parallel: 3")
     saved.write_text(text.replace("gpipe_cli.engines.threads", "gpipe_cli.engines.processes"))
-    answer = gpipe("train", "resume=run", ALLOW, "engine=threads", "steps=2")
+    answer = gpipe("train", "resume=run", ALLOW, "engine=threads", "steps=7")
     assert answer.code == 0, answer.err
     line = "replicas: 3 -> 1: gradients are summed in another order, so results may differ in the last bits"
     assert line in answer.err.splitlines()
-    assert "replicas:" not in gpipe("train", "resume=run", ALLOW, "partitions=1", "steps=3").err
+    assert "replicas:" not in gpipe("train", "resume=run", ALLOW, "partitions=1", "steps=8").err
 
 
-def test_only_one_process_at_a_time_writes_to_a_run(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:
-    tiny("train", *WORDS, "run_dir=run", "steps=1")
+def test_only_one_process_at_a_time_writes_to_a_run(gpipe: Gpipe, tiny_run: Path) -> None:
     held, release = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        with lock_run_directory(tmp_path / "run"):
+        with lock_run_directory(tiny_run):
             os.write(held[1], b"x")
             os.read(release[0], 1)
         os._exit(0)
     os.read(held[0], 1)
-    answer = gpipe("train", "resume=run", ALLOW, "steps=2")
+    answer = gpipe("train", "resume=run", ALLOW, "steps=8")
     assert answer.code == 2
     assert f"run_dir=run: in use by process {child} on {os.uname().nodename}, since 20" in answer.err
     os.kill(child, signal.SIGKILL)  # a dead owner needs no further permission
     os.waitpid(child, 0)
-    with lock_run_directory(tmp_path / "run"):
+    with lock_run_directory(tiny_run):
         pass
-
-
-HOSTILE = [
-    ("tiny_for_tests.build", "os.mkdir\n  path: canary"),
-    ("model:", "model: !!python/object/apply:os.mkdir [canary]\nmodle:"),
-]
-HOSTILE_TOO = [
-    ("model:", "- a\n- list\nmodel:"),
-    ("model:", "\x00"),
-    ("chunks: 3", "chunks: {}"),
-    ("chunks: 3", ""),
-]
-
-
-@pytest.mark.parametrize(
-    "hostile", [HOSTILE, pytest.param(HOSTILE_TOO, marks=pytest.mark.slow)], ids=["few", "all"]
-)
-def test_a_hostile_run_executes_nothing(
-    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, hostile: list[tuple[str, str]]
-) -> None:
-    tiny("train", *WORDS, "run_dir=run", "steps=1")
-    config = tmp_path / "run" / "config.yaml"
-    text = config.read_text()
-    for innocent, evil in hostile:
-        config.write_text(text.replace(innocent, evil, 1))
-        answer = gpipe("train", "resume=run", ALLOW, "steps=2")
-        assert answer.code in ((2, 4) if evil else (0,)), evil  # a key that is not there has its default
-        assert not evil or answer.err.splitlines()[-1].startswith("gpipe: error: ")
-        assert "Traceback" not in answer.err and not (tmp_path / "canary").exists()
