@@ -48,7 +48,7 @@ class Example:
         return simulate(
             actions,
             [cost] * self.partitions,
-            checkpoint_stops=[self.chunks if self.recomputes else 0] * self.partitions,
+            checkpointed_counts=[self.chunks if self.recomputes else 0] * self.partitions,
         )
 
     @property

@@ -25,8 +25,8 @@ DEVICE_ERROR = re.compile(
 SYNCHRONOUS_LAUNCHES = {"cuda": "CUDA_LAUNCH_BLOCKING=1", "npu": "ASCEND_LAUNCH_BLOCKING=1"}
 """Environment variables that make the host wait for every kernel, by device type."""
 ROCM_SYNCHRONOUS_LAUNCHES = "AMD_SERIALIZE_KERNEL=3"
-STEP_CURE = "try more chunks, checkpoint=always, balance=size or more devices"
-EVAL_CURE = "try more eval_chunks or a smaller batch_size"
+STEP_HINT = "try more chunks, checkpoint=always, balance=size or more devices"
+EVAL_HINT = "try more eval_chunks or a smaller batch_size"
 CPU_ERROR = re.compile(r"DefaultCPUAllocator: .*?memory: you tried to allocate (\d+) bytes")
 REQUEST = re.compile(r"Tried to allocate ([\d.]+) ?(\w+)")
 DRIVER_ERROR = re.compile(r"MPS backend out of memory|\b(?:CUDA|HIP|XPU|NPU) error: out of memory")
@@ -45,7 +45,7 @@ OTHER_ERRORS = (
 
 @contextmanager
 def report_out_of_memory(
-    doing: str = "", cure: str = STEP_CURE, partitions: Mapping[int, torch.device] | None = None
+    doing: str = "", hint: str = STEP_HINT, partitions: Mapping[int, torch.device] | None = None
 ) -> Iterator[None]:
     """Turn a failed allocation inside into a ResourceError with the notes of the original error.
 
@@ -61,7 +61,7 @@ def report_out_of_memory(
             raise
         notes = getattr(error, "__notes__", ())
         place = _place(error, notes, partitions or {})
-        out_of_memory = ResourceError(f"out of memory{doing and f' while {doing}'}{place}{request}; {cure}")
+        out_of_memory = ResourceError(f"out of memory{doing and f' while {doing}'}{place}{request}; {hint}")
         for note in notes:
             out_of_memory.add_note(note)
         raise out_of_memory from error

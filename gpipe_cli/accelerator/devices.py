@@ -56,9 +56,9 @@ def device_here(device: Device) -> torch.device:
         if known in present:
             return known
     kind = f" of type {present[0].type}" if present else ""
-    cure = f"write 0 to {len(present) - 1}" if present else "write 'cpu' for a worker on the CPU"
+    hint = f"write 0 to {len(present) - 1}" if present else "write 'cpu' for a worker on the CPU"
     raise IndexError(
-        f"device {device!r} does not exist: this machine has {len(present)} accelerators{kind}; {cure}"
+        f"device {device!r} does not exist: this machine has {len(present)} accelerators{kind}; {hint}"
     )
 
 

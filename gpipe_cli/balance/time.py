@@ -107,7 +107,7 @@ def balance_times(
         lambda balance: spec.simulate(partition_costs(layers, balance, frozen)).step,
         budget=max(1, SIMULATED_ACTIONS // sum(map(len, spec.order))),
     )
-    costs = layer_costs(layers, statistics.fmean(spec.checkpoint_stops) / spec.micro_batches)
+    costs = layer_costs(layers, statistics.fmean(spec.checkpointed_counts) / spec.micro_batches)
     return replace(BalanceResult.of(chosen, costs, unit, solution.largest, objective), phases=layers)
 
 
@@ -148,11 +148,12 @@ def _objective(layers: Sequence[LayerTimes], spec: PipelineSpec, frozen: int) ->
 
 def _recomputing_objective(layers: Sequence[LayerTimes], spec: PipelineSpec) -> Objective:
     by_stop = {
-        stop: Additive(layer_costs(layers, stop / spec.micro_batches)) for stop in set(spec.checkpoint_stops)
+        stop: Additive(layer_costs(layers, stop / spec.micro_batches))
+        for stop in set(spec.checkpointed_counts)
     }
     if len(by_stop) == 1:
-        return by_stop[spec.checkpoint_stops[0]]
-    return AdditiveByPartition([by_stop[stop] for stop in spec.checkpoint_stops])
+        return by_stop[spec.checkpointed_counts[0]]
+    return AdditiveByPartition([by_stop[stop] for stop in spec.checkpointed_counts])
 
 
 def layer_costs(layers: Sequence[LayerTimes], recomputed: float) -> list[float]:

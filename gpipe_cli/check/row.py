@@ -73,7 +73,7 @@ Check = Callable[[Machine], Iterable[Row]]
 def run_check(name: str, check: Check, machine: Machine, *, debug: bool = False) -> Iterator[Row]:
     """The rows of a check; an error ends the check with a row of its own, and the next check can run."""
     try:
-        with report_out_of_memory(cure=MEMORY_HINT):
+        with report_out_of_memory(hint=MEMORY_HINT):
             yield from check(machine)
     except Exception as error:  # noqa: BLE001 - a broken driver may raise anything, and that is the result
         if debug:

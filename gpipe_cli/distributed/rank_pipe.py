@@ -102,7 +102,7 @@ class RankRunner:
     def partition_devices(self) -> dict[int, torch.device]:
         return {partition.index: partition.device for partition in self._own}
 
-    def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
+    def forward(self, batch: MiniBatch, checkpointed_counts: Sequence[int]) -> Value:
         batch = self._of_replica(batch)
         if not batch.rows:
             return ()
@@ -111,12 +111,12 @@ class RankRunner:
         schedule = self._torch_schedule if placed else ScheduleGPipe
         with commit_or_discard(self._own_batch_norms):
             # No backward follows, so nothing is recomputed.
-            state = self._run(batch, schedule, None, [0] * len(checkpoint_stops))
+            state = self._run(batch, schedule, None, [0] * len(checkpointed_counts))
         if not self._coords.has_output:
             return ()
         return state.joined_output()
 
-    def step(self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int]) -> None:
+    def step(self, batch: MiniBatch, loss: StepLoss, checkpointed_counts: Sequence[int]) -> None:
         rows, loss.total_weight = self._replicas.totals(batch.rows, loss.total_weight)
         batch = self._of_replica(batch)
         before = BufferState(buffer_owners(modules_of(self._own_modules))) if self._replicas.several else None
@@ -125,7 +125,7 @@ class RankRunner:
             self._gradient_buckets.begin()
         with commit_or_discard(self._own_batch_norms):
             if batch.rows:
-                self._run(batch, self._torch_schedule, loss, checkpoint_stops, untied)
+                self._run(batch, self._torch_schedule, loss, checkpointed_counts, untied)
             # Collectives, from here on: a replica without samples takes part in them. Buckets come first, because other
             # replicas may have started some of them already, and all replicas must keep to one order.
             self._sum_gradients(untied)
@@ -156,7 +156,7 @@ class RankRunner:
         batch: MiniBatch,
         schedule: TorchScheduleClass,
         loss: StepLoss | None,
-        checkpoint_stops: Sequence[int],
+        checkpointed_counts: Sequence[int],
         untied: Sequence[Untied] = (),
     ) -> BatchState:
         layers = iter(untied or self._tied.untied())
@@ -165,7 +165,7 @@ class RankRunner:
             [PartitionInput.of_pipe(tensors, batch.template) for tensors in batch.inputs],
             self._tied,
             [[tuple(islice(layers, length)) for length in self._balance]],
-            checkpoint_stops,
+            checkpointed_counts,
             None if loss is None else loss.weighted,
         )
         for partition in self._own:

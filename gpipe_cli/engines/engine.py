@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.device_errors import EVAL_CURE, STEP_CURE, report_out_of_memory
+from gpipe_cli.accelerator.device_errors import EVAL_HINT, STEP_HINT, report_out_of_memory
 from gpipe_cli.accelerator.devices import peak_bytes, reset_peaks
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.distributed.replicas import ParameterShards
@@ -50,7 +50,7 @@ class PipelineEngine:
         collectives: Collectives | None = None,
         shards: ParameterShards | None = None,
         meter: StepMeter | None = None,
-        memory_cure: str = STEP_CURE,
+        memory_cure: str = STEP_HINT,
     ) -> None:
         """shards: None if this process updates all its parameters.
         memory_cure: what to try if memory runs out in a training step.
@@ -170,7 +170,7 @@ class PipelineEngine:
 
     def eval_step(self, batch: Batch) -> BatchResult:
         self._use_averages(True)
-        with self._reports_out_of_memory("evaluating", EVAL_CURE):
+        with self._reports_out_of_memory("evaluating", EVAL_HINT):
             return self._eval_step(batch)
 
     def _eval_step(self, batch: Batch) -> BatchResult:
@@ -193,7 +193,7 @@ class PipelineEngine:
 
     def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:
         self._use_averages(True)
-        with self._reports_out_of_memory("predicting", EVAL_CURE):
+        with self._reports_out_of_memory("predicting", EVAL_HINT):
             with self._evaluating(), self._autocast():
                 output = self._pipe(self._to_input_device(input))
             return self._collectives.from_last_rank(choose(output) if _has_output(output) else None)

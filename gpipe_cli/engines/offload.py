@@ -15,7 +15,7 @@ from gpipe_cli.engines.parameters import OffloadedParameters
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits, TrainingObjective
 from gpipe_cli.engines.update import update_waits
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.pipe import offloaded_pipe
+from gpipe_cli.offload.offloaded_pipe import offloaded_pipe
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.sizing import DeviceDemand, boundary_bytes, device_demand, layer_bytes, optimizer_bytes
 from gpipe_cli.offload.slices import SlicedParameters, put_parameters_on
@@ -24,7 +24,7 @@ from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.action import checkpoint_stops
+from gpipe_cli.schedule.action import checkpointed_counts
 from gpipe_cli.values import parse_bytes
 
 TRAITS = EngineTraits(
@@ -99,7 +99,7 @@ class Slicing:
     def _recomputed(self) -> int:
         """How many micro-batches each slice recomputes."""
         assert isinstance(self.spec.checkpoint, str), "slices share one checkpoint mode"
-        return checkpoint_stops(self.spec.checkpoint, 1, self.spec.chunks)[0]
+        return checkpointed_counts(self.spec.checkpoint, 1, self.spec.chunks)[0]
 
     def balance(self) -> list[int]:
         """Layers per slice."""
@@ -175,7 +175,7 @@ def offload_layers(
     # the model still intact, and not in a step.
     nbytes = sum(layer_bytes(module)) + sum(trained_bytes(spec))
     if to != "cpu":  # the file has the inputs from which slices are recomputed too
-        recomputed = checkpoint_stops(spec.checkpoint, len(balance), spec.chunks)
+        recomputed = checkpointed_counts(spec.checkpoint, len(balance), spec.chunks)
         nbytes += boundary_bytes(module, balance, recomputed, spec.make_sample)
     tier.reserve(nbytes)
     value_of = put_parameters_on(devices[0], module)

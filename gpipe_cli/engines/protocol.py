@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.device_errors import STEP_CURE
+from gpipe_cli.accelerator.device_errors import STEP_HINT
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.transfers import Transfers
@@ -129,7 +129,7 @@ class EngineTraits:
     """Whether `gpipe profile timeline=true` can record its steps."""
     one_checkpoint_mode: bool = False
     """Whether `checkpoint` must be one mode for the whole model, not a list of modes per partition."""
-    step_memory_cure: str = STEP_CURE
+    step_memory_cure: str = STEP_HINT
     """What to try if memory runs out in a training step."""
     build_memory_cure: str = (
         "try balance=size, more devices, or engine=offload (engine.to=disk if host memory is full)"

@@ -9,7 +9,7 @@ from gpipe_cli.engines.offload import offload_layers
 from gpipe_cli.engines.parameters import OffloadedParameters
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.pipe import offloaded_pipe
+from gpipe_cli.offload.offloaded_pipe import offloaded_pipe
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.pipe import Pipe

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from gpipe_cli.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from gpipe_cli.offload.pipe import OffloadModel
+    from gpipe_cli.offload.offloaded_pipe import OffloadModel
 
 __all__ = ["OffloadModel"]
 
-__getattr__ = lazy_attributes(__name__, {"OffloadModel": "pipe"})
+__getattr__ = lazy_attributes(__name__, {"OffloadModel": "offloaded_pipe"})

@@ -127,7 +127,7 @@ class BatchState:
     tied: TiedParameters
     untied: list[list[tuple[Untied, ...]]]
     """By partition and layer; one such list for all micro-batches, or one for each."""
-    checkpoint_stops: Sequence[int]
+    checkpointed_counts: Sequence[int]
     """By partition: micro-batches before this one are checkpointed."""
     loss: MicroBatchLoss | None = None
     loss_modules: Sequence[nn.Module] = ()
@@ -156,7 +156,7 @@ class BatchState:
         batch: MiniBatch,
         lengths: Sequence[int],
         tied: TiedParameters,
-        checkpoint_stops: Sequence[int],
+        checkpointed_counts: Sequence[int],
         loss: StepLoss | None,
         *,
         shared: SharedState = NOTHING_SHARED,
@@ -171,12 +171,12 @@ class BatchState:
             layers = iter(tied.untied(tracked=batch.state.grad))
             untied.append([tuple(islice(layers, length)) for length in lengths])
         weighted, modules = (None, ()) if loss is None else (loss.weighted, loss.modules)
-        return cls(batch, inputs, tied, untied, checkpoint_stops, weighted, modules, shared, streams)
+        return cls(batch, inputs, tied, untied, checkpointed_counts, weighted, modules, shared, streams)
 
     def forward_task(self, partition: int, micro_batch: int) -> ForwardTask:
         """The task of a forward that is about to run."""
         untied = self.untied[micro_batch % len(self.untied)]  # one set for all micro-batches, or one for each
-        checkpoint_stop = self.checkpoint_stops[partition]
+        checkpoint_stop = self.checkpointed_counts[partition]
         checkpointed = micro_batch < checkpoint_stop
         if logger.isEnabledFor(logging.INFO):
             logger.info(

@@ -93,17 +93,17 @@ class Executor:
         # needs the same thread, so waiting there for a worker would never end: run the backward there instead.
         self._backward_in_caller = bool(self._accelerators)
 
-    def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
+    def forward(self, batch: MiniBatch, checkpointed_counts: Sequence[int]) -> Value:
         """The joined output, attached to the input and the parameters for `loss.backward()`."""
-        state = self._new_state(batch, checkpoint_stops, None)
+        state = self._new_state(batch, checkpointed_counts, None)
         with self._undone_if_it_fails():
             self._run(state, self._orders(state).forward)
         state.bump_input_versions()
         return attach_to_graph(state, self.backward)
 
-    def step(self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int]) -> None:
+    def step(self, batch: MiniBatch, loss: StepLoss, checkpointed_counts: Sequence[int]) -> None:
         """Forward and backward: fill `.grad` of parameters and inputs, and the losses of `loss`."""
-        state = self._new_state(batch, checkpoint_stops, loss)
+        state = self._new_state(batch, checkpointed_counts, loss)
         with self._undone_if_it_fails():
             self._run(state, self._orders(state).whole)
         for untied in state.untied_by_layer():
@@ -152,7 +152,7 @@ class Executor:
         self._pool.close()
 
     def _new_state(
-        self, batch: MiniBatch, checkpoint_stops: Sequence[int], loss: StepLoss | None
+        self, batch: MiniBatch, checkpointed_counts: Sequence[int], loss: StepLoss | None
     ) -> BatchState:
         # Users may tie or replace parameters between two calls, so this is not done once in the constructor.
         # Not while the workers of another caller run: they put parameters of their own into the modules.
@@ -167,7 +167,7 @@ class Executor:
                 loss.modules = [module for module in loss.modules if module not in own]
         streams = StreamSet.current(self._accelerators)
         return BatchState.of(
-            batch, self._lengths, tied, checkpoint_stops, loss, shared=shared, streams=streams
+            batch, self._lengths, tied, checkpointed_counts, loss, shared=shared, streams=streams
         )
 
     def _orders(self, state: BatchState) -> _CallOrders:

@@ -21,7 +21,7 @@ from torch.autograd import graph
 from gpipe_cli.accelerator.device_errors import is_out_of_memory, on_device
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.schedule.action import Action
-from gpipe_cli.torch_internals.autograd import Node, complaint, has_run, nodes_behind, number_of
+from gpipe_cli.torch_internals.autograd import Node, has_run, nodes_behind, number_of, saved_tensor_error
 
 logger = logging.getLogger("gpipe_cli.pipeline")
 
@@ -108,7 +108,7 @@ def _in_traceback(nodes: dict[Node, int], error: BaseException) -> Node | None:
 def _with_the_same_message(nodes: dict[Node, int], error: BaseException) -> Node | None:
     """A node that finds a tensor it saved written in place says so as often as it is asked."""
     message = str(error)
-    return next((node for node in nodes if message and complaint(node) == message), None)
+    return next((node for node in nodes if message and saved_tensor_error(node) == message), None)
 
 
 def _created_by_layers(roots: Sequence[Node], node_numbers: Sequence[int]) -> dict[Node, int]:

@@ -85,7 +85,7 @@ class LayerLoop:
         self._key, self._micro_batch = task.batch.key, task.micro_batch.index
         # The numbers of autograd's nodes tell later which layer created which node.
         numbers, hooks = [next_number()], RemovableHandle.next_id
-        dropped = SavedTensors() if checkpointing else None
+        dropped = DroppedTensors() if checkpointing else None
         shared = _SharedTensors.of(inputs)
         with (
             Running(task.micro_batch, checkpointing, recomputing),
@@ -193,7 +193,7 @@ class LayerLoop:
 
 
 @final
-class SavedTensors:
+class DroppedTensors:
     """What autograd saves in a checkpointed forward, dropped when the layer that saved it has returned.
 
     Until then it is kept, because a layer may run a backward of its own inside its forward.

@@ -16,7 +16,7 @@ from torch import Tensor
 from gpipe_cli.pipeline.context import CallerState, MicroBatch
 from gpipe_cli.pipeline.layer import draw_key
 from gpipe_cli.pytree import SINGLE, Template, element, flatten, flatten_with, map_tensors
-from gpipe_cli.schedule.action import Checkpoint, checkpoint_stops
+from gpipe_cli.schedule.action import Checkpoint, checkpointed_counts
 
 Value: TypeAlias = Any
 """A value that passes from layer to layer: see `pytree`."""
@@ -164,11 +164,11 @@ class MiniBatch:
             state=CallerState.capture(),
         )
 
-    def checkpoint_stops(self, checkpoint: Checkpoint, partitions: int, training: bool) -> tuple[int, ...]:
+    def checkpointed_counts(self, checkpoint: Checkpoint, partitions: int, training: bool) -> tuple[int, ...]:
         """By partition, the first micro-batch that is not checkpointed; in evaluation none is."""
         if not (training and self.state.grad):
             return (0,) * partitions
-        return checkpoint_stops(checkpoint, partitions, len(self.micro_batches))
+        return checkpointed_counts(checkpoint, partitions, len(self.micro_batches))
 
 
 def gather(parts: Sequence[tuple[Sequence[Tensor], Template]]) -> tuple[tuple[Tensor, ...], Template]:

@@ -51,10 +51,10 @@ class Runner(Protocol):
     def partition_devices(self) -> dict[int, torch.device]:
         """The device of each partition that this process runs, by its index."""
 
-    def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
+    def forward(self, batch: MiniBatch, checkpointed_counts: Sequence[int]) -> Value:
         """The output of the last layer; () if that layer is in another process."""
 
-    def step(self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int]) -> None:
+    def step(self, batch: MiniBatch, loss: StepLoss, checkpointed_counts: Sequence[int]) -> None:
         """Run the mini-batch forward and backward with `loss`."""
 
     def log_layers(self) -> None:
@@ -197,14 +197,14 @@ class Pipe(nn.Module):
         return MiniBatch.of(input, self.chunks, key, self.least_rows if self.training else 1)
 
     def _forward(self, batch: MiniBatch) -> Value:
-        return self._runner.forward(batch, self._checkpoint_stops(batch))
+        return self._runner.forward(batch, self._checkpointed_counts(batch))
 
     def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
-        self._runner.step(batch, loss, self._checkpoint_stops(batch))
+        self._runner.step(batch, loss, self._checkpointed_counts(batch))
 
-    def _checkpoint_stops(self, batch: MiniBatch) -> tuple[int, ...]:
+    def _checkpointed_counts(self, batch: MiniBatch) -> tuple[int, ...]:
         # A pipe without layers has no partition, but its executor runs one.
-        return batch.checkpoint_stops(self.checkpoint, len(self.partitions) or 1, self.training)
+        return batch.checkpointed_counts(self.checkpoint, len(self.partitions) or 1, self.training)
 
     @property
     def partition_devices(self) -> dict[int, torch.device]:

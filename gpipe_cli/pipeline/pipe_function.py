@@ -76,7 +76,7 @@ class _PipeBackward:
             )
         self.run_backward(state, _split(gradients, self.rows), keep_graph=keep_graph)
         (untied,) = state.untied_by_layer()
-        state.tied.add_up(untied, but=hooked)
+        state.tied.add_up(untied, exclude=hooked)
         return [
             state.tied.take_sum(untied, parameter) if parameter in hooked else None
             for parameter in self.parameters

@@ -185,10 +185,10 @@ class TiedParameters:
         ]
         return [each if each.any else NOTHING_TIED for each in untied]
 
-    def add_up(self, untied: Sequence[Untied], but: Collection[nn.Parameter] = ()) -> None:
-        """Give each shared parameter, except those in `but`, the gradient of all its uses."""
+    def add_up(self, untied: Sequence[Untied], exclude: Collection[nn.Parameter] = ()) -> None:
+        """Give each shared parameter, except those in `exclude`, the gradient of all its uses."""
         for parameter, _ in self.users:
-            if parameter not in but:
+            if parameter not in exclude:
                 total = self.take_sum(untied, parameter)
                 if total is not None:
                     accumulate(parameter, total)

@@ -18,7 +18,7 @@ from typing import final
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.plan.costs import LayerCosts, PrefixSums
-from gpipe_cli.schedule.action import MODES, Checkpoint, checked_checkpoint, checkpoint_stops
+from gpipe_cli.schedule.action import MODES, Checkpoint, checked_checkpoint, checkpointed_counts
 from gpipe_cli.schedule.spec import PipelineSpec
 
 LARGEST = sys.float_info.max
@@ -87,7 +87,7 @@ class StepBound:
         devices = spec.devices or spec.partitions
         self._on = [_sums(costs.on(partition), fit) for partition in range(min(devices, spec.partitions))]
         self._micro_batches = spec.micro_batches
-        self._recomputed = {mode: checkpoint_stops(mode, 1, spec.micro_batches)[0] for mode in fit.modes}
+        self._recomputed = {mode: checkpointed_counts(mode, 1, spec.micro_batches)[0] for mode in fit.modes}
         self._splits = spec.traits.splits_backward
         self._least_split = _least_split(costs, spec)
         self._part_going_back = min(1.0, costs.split.input_grad)
@@ -170,7 +170,7 @@ class StepBound:
 def least_step(costs: LayerCosts, spec: PipelineSpec) -> float:
     """A bound of the step, whatever is recomputed, that does not depend on the balance."""
     forward, backward = costs.least
-    stops = checkpoint_stops(spec.checkpoint, 1, spec.micro_batches) if spec.checkpoint in MODES else (0,)
+    stops = checkpointed_counts(spec.checkpoint, 1, spec.micro_batches) if spec.checkpoint in MODES else (0,)
     work = _work(costs, costs.least, spec, stops[0])
     part = min(1.0, costs.split.input_grad) if spec.traits.splits_backward else 1.0
     return max(work, forward[-1] + part * backward[-1]) + costs.least_update_ms(

@@ -201,7 +201,7 @@ class LayerCosts:
         ranges = pairwise([0, *accumulate(balance)])
         recomputed = sum(
             stop * (host[end] - host[begin])
-            for (begin, end), stop in zip(ranges, spec.checkpoint_stops, strict=True)
+            for (begin, end), stop in zip(ranges, spec.checkpointed_counts, strict=True)
             if end > self.frozen_layers
         )
         return recomputed + self.least_host_ms(spec)
@@ -220,7 +220,9 @@ class LayerCosts:
         borders = pairwise([0, *accumulate(balance)])
         return [
             self.on(partition).partition(begin, end, stop)
-            for partition, ((begin, end), stop) in enumerate(zip(borders, spec.checkpoint_stops, strict=True))
+            for partition, ((begin, end), stop) in enumerate(
+                zip(borders, spec.checkpointed_counts, strict=True)
+            )
         ]
 
 

@@ -18,7 +18,7 @@ from gpipe_cli.plan.device_table import DeviceSpec
 
 if TYPE_CHECKING:  # the command line is read without torch
     from gpipe_cli.profiling.model_stats import LayerOperations, ModelStats
-    from gpipe_cli.torch_internals.operation_recorder import Operation
+    from gpipe_cli.torch_internals.operation_recorder import KernelCost
 
 
 @final
@@ -68,7 +68,7 @@ class DeviceRun:
     """Whether one process launches the kernels of all devices of the pipeline, as engine=threads does."""
     reached: Efficiency = Efficiency()
 
-    def kernel_ms(self, operation: Operation, scale: float = 1.0) -> float:
+    def kernel_ms(self, operation: KernelCost, scale: float = 1.0) -> float:
         traffic = (scale * operation.activation_bytes + operation.weight_bytes) / self._bandwidth
         return self.reached.start_ms + 1000 * max(scale * operation.flops / self._flops(operation), traffic)
 
@@ -95,7 +95,7 @@ class DeviceRun:
     def _bandwidth(self) -> float:
         return self.reached.bandwidth * self.device.bandwidth
 
-    def _flops(self, operation: Operation) -> float:
+    def _flops(self, operation: KernelCost) -> float:
         figure, on_tensor_cores = self.device.matrix_flops(
             self.precision, half=operation.half, tensor_cores=self.tensor_cores
         )

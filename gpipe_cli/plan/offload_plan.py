@@ -27,7 +27,7 @@ from gpipe_cli.plan.prediction import OFFLOAD, Limit, Prediction
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.memory import PartitionMemory
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.schedule.action import checkpoint_stops
+from gpipe_cli.schedule.action import checkpointed_counts
 
 
 @final
@@ -83,7 +83,7 @@ class OffloadPlanner:
             resident=self._resident.resident + batch_bytes,
             facts=self.memory.stats(division.rows),
             micro_batches=division.chunks,
-            recomputed=checkpoint_stops(mode, 1, division.chunks)[0],
+            recomputed=checkpointed_counts(mode, 1, division.chunks)[0],
         )
 
     @cached_property

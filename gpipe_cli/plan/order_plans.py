@@ -76,7 +76,7 @@ def order_problems(
             workers,
             spec.micro_batches,
             _memory(costs, workers, limits[:devices]),
-            spec.checkpoint_stops,
+            spec.checkpointed_counts,
             cores=spec.cores,
         )
         for workers in placements

@@ -25,7 +25,7 @@ class OrderProblem:
     chunks: int
     memory: tuple[float, ...] = ()
     """The bytes of each worker for what its partitions save for backward; none: no limit."""
-    checkpoint_stops: tuple[int, ...] = ()
+    checkpointed_counts: tuple[int, ...] = ()
     """As `simulate` takes them."""
     kept_share: float = 1.0
     """The share of a graph that is kept between input gradient and weight gradient. gpipe's engines keep all of it."""
@@ -67,7 +67,7 @@ class OrderProblem:
 
     @cached_property
     def stops(self) -> tuple[int, ...]:
-        return self.checkpoint_stops or (0,) * self.partitions
+        return self.checkpointed_counts or (0,) * self.partitions
 
     @cached_property
     def work(self) -> list[float]:
@@ -82,7 +82,7 @@ class OrderProblem:
         ]
 
     def simulate(self, order: Order) -> Simulation:
-        return simulate(order, self.costs, checkpoint_stops=self.stops, cores=self.cores)
+        return simulate(order, self.costs, checkpointed_counts=self.stops, cores=self.cores)
 
     def step_of(self, order: Order) -> float:
         simulation = self.simulate(order)

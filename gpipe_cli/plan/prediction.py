@@ -256,14 +256,16 @@ def _work(spec: PipelineSpec, parts: Sequence[PartitionCost]) -> float:
     return sum(
         spec.micro_batches * (part.forward + (sum(part.split) if splits else part.backward))
         + stop * part.recompute
-        for part, stop in zip(parts, spec.checkpoint_stops, strict=True)
+        for part, stop in zip(parts, spec.checkpointed_counts, strict=True)
     )
 
 
 def _mean(parts: Sequence[PartitionCost], spec: PipelineSpec) -> PartitionCost:
     """A partition that always recomputes, but no more than all of them do together."""
     count = len(parts)
-    recomputed = sum(stop * part.recompute for stop, part in zip(spec.checkpoint_stops, parts, strict=True))
+    recomputed = sum(
+        stop * part.recompute for stop, part in zip(spec.checkpointed_counts, parts, strict=True)
+    )
     return PartitionCost(
         sum(part.forward for part in parts) / count,
         sum(part.backward for part in parts) / count,

@@ -137,8 +137,8 @@ class _Clock:
             self._micro_batches,
         )
         self._recompute = by_turn(cost.recompute for cost in backwards)
-        self._recomputes = any(spec.checkpoint_stops)
-        self._stops = by_turn(reversed(spec.checkpoint_stops))
+        self._recomputes = any(spec.checkpointed_counts)
+        self._stops = by_turn(reversed(spec.checkpointed_counts))
         self._free = np.zeros(self._devices)
         self._free_from_behind = self._free[::-1]  # a view of the same numbers
 

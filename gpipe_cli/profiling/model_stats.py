@@ -34,7 +34,7 @@ from gpipe_cli.sequential.deferred import clone_with
 from gpipe_cli.sequential.equal_layers import MOST_EQUAL, LayerSample, layer_key
 from gpipe_cli.skip.tracker import SkipName, use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
-from gpipe_cli.torch_internals.operation_recorder import Operation, OperationRecorder
+from gpipe_cli.torch_internals.operation_recorder import KernelCost, OperationRecorder
 from gpipe_cli.torch_internals.tensors import storage_of
 
 
@@ -52,8 +52,8 @@ class Boundary:
 class LayerOperations:
     """The kernels of one micro-batch, in the order in which they run; layers that do the same share one object."""
 
-    forward: Sequence[Operation]
-    backward: Sequence[Operation]
+    forward: Sequence[KernelCost]
+    backward: Sequence[KernelCost]
 
     @cached_property
     def forward_flops(self) -> int:

@@ -98,7 +98,7 @@ def checked_checkpoint(given: str | Iterable[str], partitions: int) -> Checkpoin
     return modes[0] if len(set(modes)) == 1 else modes
 
 
-def checkpoint_stops(checkpoint: Checkpoint, partitions: int, micro_batches: int) -> tuple[int, ...]:
+def checkpointed_counts(checkpoint: Checkpoint, partitions: int, micro_batches: int) -> tuple[int, ...]:
     """For each partition the first micro-batch that is not checkpointed; `except_last` is the last that exists."""
     stops = {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}
     modes = (checkpoint,) * partitions if isinstance(checkpoint, str) else checkpoint

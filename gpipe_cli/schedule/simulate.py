@@ -80,13 +80,13 @@ class Simulation:
     """The share of all workers' time in which they are idle."""
     _order: Order
     _costs: Sequence[PartitionCost]
-    _checkpoint_stops: Sequence[int]
+    _checkpointed_counts: Sequence[int]
     _begins: list[list[float]]
 
     @cached_property
     def spans(self) -> list[Span]:
         """Every piece of work, worker by worker."""
-        pieces_of = _pieces_by_action(self._costs, self._checkpoint_stops)
+        pieces_of = _pieces_by_action(self._costs, self._checkpointed_counts)
         pieces = [
             [(piece, action) for action in actions for piece in pieces_of(action)] for actions in self._order
         ]
@@ -111,7 +111,7 @@ class Simulation:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most each partition keeps at once."""
-        peaks = partition_peaks(self._order, self._checkpoint_stops)
+        peaks = partition_peaks(self._order, self._checkpointed_counts)
         return tuple(
             cost.resident_bytes + peak.bytes(cost.saved_bytes, cost.input_bytes)
             for cost, peak in zip(self._costs, peaks, strict=True)
@@ -122,7 +122,7 @@ def simulate(
     order: Order,
     costs: Sequence[PartitionCost],
     *,
-    checkpoint_stops: Sequence[int] = (),
+    checkpointed_counts: Sequence[int] = (),
     cores: int | None = None,
 ) -> Simulation:
     """`cores` is how many workers can run at once; None: all of them.
@@ -130,7 +130,7 @@ def simulate(
     Micro-batches below their partition's stop recompute before their backward; without stops none does. Recomputation
     needs no gradient, so it may run while the gradient is still in transfer.
     """
-    stops = checkpoint_stops or [0] * len(costs)
+    stops = checkpointed_counts or [0] * len(costs)
     costs = _without_inner_transfers(order, costs)
     pieces_of = _pieces_by_action(costs, stops)
     work = [list(chain.from_iterable(map(pieces_of, actions))) for actions in order]
@@ -301,7 +301,7 @@ class PartitionPeaks:
         return int(max(moment.graphs * graph + moment.inputs * input for moment in self.moments))
 
 
-def partition_peaks(order: Order, checkpoint_stops: Sequence[int] = ()) -> list[PartitionPeaks]:
+def partition_peaks(order: Order, checkpointed_counts: Sequence[int] = ()) -> list[PartitionPeaks]:
     """For each partition; micro-batches below its stop are checkpointed, without stops none is.
 
     One worker runs a partition's actions in one order, so this does not depend on how long anything takes.
@@ -310,7 +310,7 @@ def partition_peaks(order: Order, checkpoint_stops: Sequence[int] = ()) -> list[
     for actions in order:
         for action in actions:
             by_partition.setdefault(action.partition, []).append(action)
-    stops = checkpoint_stops or [0] * len(by_partition)
+    stops = checkpointed_counts or [0] * len(by_partition)
     return [_peaks(actions, stops[partition]) for partition, actions in sorted(by_partition.items())]
 
 

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from typing import final
 
 from gpipe_cli.schedule import ScheduleModule, order, traits
-from gpipe_cli.schedule.action import Checkpoint, Order, ScheduleTraits, checkpoint_stops
+from gpipe_cli.schedule.action import Checkpoint, Order, ScheduleTraits, checkpointed_counts
 from gpipe_cli.schedule.simulate import (
     PartitionCost,
     PartitionPeaks,
@@ -55,23 +55,23 @@ class PipelineSpec:
         return _order(self.schedule, self.partitions, self.micro_batches, self.devices or self.partitions)
 
     @cached_property
-    def checkpoint_stops(self) -> tuple[int, ...]:
+    def checkpointed_counts(self) -> tuple[int, ...]:
         """By partition, the first micro-batch that is not recomputed."""
-        return checkpoint_stops(self.checkpoint, self.partitions, self.micro_batches)
+        return checkpointed_counts(self.checkpoint, self.partitions, self.micro_batches)
 
     @cached_property
     def peaks(self) -> list[PartitionPeaks]:
         """What each partition keeps alive; by the schedule's formula, if it has one, for an order too long to list."""
         live = self.traits.live_micro_batches
         if live is None or 2 * self.partitions * self.micro_batches <= MOST_LISTED:
-            return partition_peaks(self.order, self.checkpoint_stops)
+            return partition_peaks(self.order, self.checkpointed_counts)
         devices = self.devices or self.partitions
         return [
             peaks_of_live(
                 live(partition, self.partitions, self.micro_batches, devices), self.micro_batches, stop
             )
-            for partition, stop in enumerate(self.checkpoint_stops)
+            for partition, stop in enumerate(self.checkpointed_counts)
         ]
 
     def simulate(self, costs: Sequence[PartitionCost]) -> Simulation:
-        return simulate(self.order, costs, checkpoint_stops=self.checkpoint_stops, cores=self.cores)
+        return simulate(self.order, costs, checkpointed_counts=self.checkpointed_counts, cores=self.cores)

@@ -81,7 +81,7 @@ def number_of(node: Node) -> int:
 
 def has_run(node: Node) -> bool | None:
     """Whether what the node saved has been freed; None for a node that saves no tensor."""
-    message = complaint(node)
+    message = saved_tensor_error(node)
     if message:
         return "a second time" in message
     if isinstance(node, _PythonFunction):
@@ -89,7 +89,7 @@ def has_run(node: Node) -> bool | None:
     return False if _saved(node) else None
 
 
-def complaint(node: Node) -> str:
+def saved_tensor_error(node: Node) -> str:
     """The error that the node would raise if it ran now: a saved tensor was freed, or written in place."""
     for name in _saved(node):
         try:

@@ -113,7 +113,7 @@ class Storages(dict[int, torch.UntypedStorage]):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Step:
+class TapeStep:
     """One operation on the tape; tensors without memory among its arguments are `View`s."""
 
     func: Any
@@ -147,7 +147,7 @@ class Tape:
     def __init__(self) -> None:
         self.nbytes: list[int] = []
         """Of each key."""
-        self._steps: list[Step] = []
+        self._steps: list[TapeStep] = []
         self._writers: list[list[int]] = []
         """For each key, the steps that make or change the tensor."""
 
@@ -157,7 +157,7 @@ class Tape:
         self._writers.append([])
         return len(self.nbytes) - 1
 
-    def record(self, step: Step, changed: Iterable[int]) -> None:
+    def record(self, step: TapeStep, changed: Iterable[int]) -> None:
         for key in {*step.made.values(), *changed}:
             self._writers[key].append(len(self._steps))
         self._steps.append(step)
@@ -201,7 +201,7 @@ class Tape:
                     break
         return sorted(needed)
 
-    def _reads(self, step: Step) -> set[int]:
+    def _reads(self, step: TapeStep) -> set[int]:
         """The tensors whose values before the step decide what they or others have after it."""
         first = step.args[0] if step.args else None
         packet = step.func.overloadpacket
@@ -412,7 +412,7 @@ class DeferredValues:
         views = {id(tensor): self._on_tape(tensor) for tensor in tensors_in_tree((args, kwargs))}
         kept_args, kept_kwargs = tree_map(lambda leaf: views.get(id(leaf), leaf), (args, dict(kwargs)))
         made = {place: self._view(outline).key for place, outline in new.items()}
-        step = Step(func, kept_args, kept_kwargs, made, generator, drawn_from)
+        step = TapeStep(func, kept_args, kept_kwargs, made, generator, drawn_from)
         self._tape.record(step, [self._view(tensor).key for tensor in changed])
 
     def _on_tape(self, tensor: Tensor) -> View | Tensor:

@@ -41,7 +41,7 @@ TENSOR_CORE_SIZE = 8
 
 
 @final
-class Operation(NamedTuple):
+class KernelCost(NamedTuple):
     """One kernel, for one micro-batch."""
 
     name: str
@@ -82,7 +82,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Forget what was recorded, and the weights of the layer before."""
         self._kernels, self._alive, self._weights = [], [], set()
 
-    def take(self, parameters: Sequence[Tensor]) -> tuple[Operation, ...]:
+    def take(self, parameters: Sequence[Tensor]) -> tuple[KernelCost, ...]:
         """What was recorded since the last call, by a layer with these parameters, which may have gradients now."""
         owned = [*parameters, *(each.grad for each in parameters if each.grad is not None)]
         self._weights |= {storage_of(tensor) for tensor in owned}
@@ -129,11 +129,11 @@ class _Kernel:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
 
-    def operation(self, weights: Collection[int]) -> Operation:
+    def operation(self, weights: Collection[int]) -> KernelCost:
         moved = self._moved()
         weight_bytes = sum(_bytes(tensor) for tensor in moved if storage_of(tensor) in weights)
         floating = [tensor for tensor in (*self.outputs, *self.inputs) if tensor.is_floating_point()]
-        return Operation(
+        return KernelCost(
             self.name,
             self.flops,
             sum(map(_bytes, moved)) - weight_bytes,

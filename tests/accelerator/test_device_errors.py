@@ -10,7 +10,7 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator import devices
-from gpipe_cli.accelerator.device_errors import STEP_CURE, note_device, report_out_of_memory
+from gpipe_cli.accelerator.device_errors import STEP_HINT, note_device, report_out_of_memory
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.pipeline import channels
 
@@ -100,7 +100,7 @@ def test_an_accelerator_that_is_full_is_named_with_its_partitions(error: Excepti
 def test_a_device_that_a_note_has_named_is_not_named_again() -> None:
     with pytest.raises(ResourceError) as caught, report_out_of_memory(), note_device("moving it", DEVICES[1]):
         raise OutOfMemoryError(FULL)
-    assert str(caught.value).partition("\n")[0] == f"out of memory: cannot allocate 2.00 GiB; {STEP_CURE}"
+    assert str(caught.value).partition("\n")[0] == f"out of memory: cannot allocate 2.00 GiB; {STEP_HINT}"
     assert caught.value.__notes__ == ["while moving it on cuda:1 (1GiB of 16GiB free)"]
 
 

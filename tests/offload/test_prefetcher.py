@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ResourceError
-from gpipe_cli.offload.pipe import offloaded_pipe
+from gpipe_cli.offload.offloaded_pipe import offloaded_pipe
 from gpipe_cli.offload.prefetcher import InputStore, SlicePrefetcher
 from gpipe_cli.offload.slices import Part, SlicedParameters
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier

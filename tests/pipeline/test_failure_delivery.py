@@ -25,7 +25,7 @@ DIAGNOSIS = [
     "gpipe_cli.pipeline.failures:_with_the_same_message",
     "gpipe_cli.pipeline.failures:_created_by_layers",
     "gpipe_cli.pipeline.failures:_between",
-    "gpipe_cli.pipeline.failures:complaint",
+    "gpipe_cli.pipeline.failures:saved_tensor_error",
     "gpipe_cli.pipeline.failures:has_run",
     "gpipe_cli.pipeline.failures:number_of",
     "gpipe_cli.pipeline.layer_loop:layer_that_failed",

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_cli.schedule.action import Action, Kind, checked_checkpoint, checkpoint_stops
+from gpipe_cli.schedule.action import Action, Kind, checked_checkpoint, checkpointed_counts
 
 
 def test_every_partition_may_have_a_mode_of_its_own() -> None:
-    assert checkpoint_stops(("always", "except_last", "never"), 3, 8) == (8, 7, 0)
-    assert checkpoint_stops("except_last", 3, 8) == (7, 7, 7)
+    assert checkpointed_counts(("always", "except_last", "never"), 3, 8) == (8, 7, 0)
+    assert checkpointed_counts("except_last", 3, 8) == (7, 7, 7)
 
 
 def test_modes_that_are_all_the_same_are_one() -> None:

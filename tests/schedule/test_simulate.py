@@ -81,7 +81,7 @@ def test_recomputation_hides_where_the_gradient_is_still_on_its_way() -> None:
     actions = order("gpipe", 2, 1, 2)
     # Both recompute, but the first does so while the second works.
     assert simulate(actions, costs).step == 6
-    simulation = simulate(actions, costs, checkpoint_stops=[1, 1])
+    simulation = simulate(actions, costs, checkpointed_counts=[1, 1])
     assert simulation.step == 7
     of_the_first = [(span.phase, span.begin, span.end) for span in simulation.spans if span.worker == 0]
     assert of_the_first == [("forward", 0, 1), ("recompute", 1, 2), ("backward", 5, 7)]
@@ -89,7 +89,7 @@ def test_recomputation_hides_where_the_gradient_is_still_on_its_way() -> None:
 
 def test_recomputation_keeps_a_core_from_others_only_while_it_runs() -> None:
     costs = [PartitionCost(1, 2, recompute=1), PartitionCost(1, 2, recompute=1)]
-    assert simulate(order("gpipe", 2, 3, 2), costs, checkpoint_stops=[3, 3], cores=1).step == 2 * 3 * 4
+    assert simulate(order("gpipe", 2, 3, 2), costs, checkpointed_counts=[3, 3], cores=1).step == 2 * 3 * 4
 
 
 @given(costs_of_partitions, st.integers(1, 6), st.sampled_from(["gpipe", "1f1b", "zero_bubble"]), st.data())
@@ -99,7 +99,7 @@ def test_no_piece_begins_before_what_it_needs_has_arrived(
     stop, cores = data.draw(st.integers(0, chunks)), data.draw(st.integers(1, 6))
     actions = order(name, len(costs), chunks, len(costs))
     costs = [replace(cost, recompute=3.0, transfer=2.0) for cost in costs]
-    simulation = simulate(actions, costs, checkpoint_stops=[stop] * len(costs), cores=cores)
+    simulation = simulate(actions, costs, checkpointed_counts=[stop] * len(costs), cores=cores)
     ends = {(span.action, span.phase): span.end for span in simulation.spans}
     for span in simulation.spans:
         for needed in dependencies(span.action, frozenset(action for action, _ in ends)):
@@ -117,8 +117,8 @@ def test_the_most_a_partition_keeps_counts_graphs_inputs_and_what_is_always_ther
     actions = order("1f1b", 2, 4, 2)
     assert simulate(actions, costs).peak_bytes == (1200, 1100)
     # Two inputs and the graph of one of them; at the end the last micro-batch's own graph as well.
-    assert simulate(actions, costs, checkpoint_stops=[3, 3]).peak_bytes == (1210, 1110)
-    assert simulate(actions, costs, checkpoint_stops=[4, 4]).peak_bytes == (1120, 1110)
+    assert simulate(actions, costs, checkpointed_counts=[3, 3]).peak_bytes == (1210, 1110)
+    assert simulate(actions, costs, checkpointed_counts=[4, 4]).peak_bytes == (1120, 1110)
 
 
 def test_actions_of_a_worker_keep_their_order_and_do_not_overlap() -> None:
@@ -144,7 +144,7 @@ def test_a_split_backward_takes_its_parts_and_halves_where_they_are_unknown() ->
 
 def test_only_the_partition_that_recomputes_takes_longer_and_keeps_less() -> None:
     actions, costs = order("gpipe", 2, 2, 2), [PartitionCost(1, 1, recompute=1)] * 2
-    simulation = simulate(actions, costs, checkpoint_stops=[0, 2])
+    simulation = simulate(actions, costs, checkpointed_counts=[0, 2])
     # F0 F1 and back again on the second worker: 1 + 2 forwards, 2 recomputations and 2 backwards, and one more back.
     assert simulation.step == 1 + 2 + 2 * 2 + 1
     assert [span.phase for span in simulation.spans if span.worker == 0] == ["forward"] * 2 + ["backward"] * 2
@@ -211,7 +211,7 @@ def test_what_a_formula_gives_holds_for_the_listed_order(
     assert live is not None
     by_formula = [
         peaks_of_live(live(partition, partitions, chunks, devices), chunks, stop)
-        for partition, stop in enumerate(spec.checkpoint_stops)
+        for partition, stop in enumerate(spec.checkpointed_counts)
     ]
     for graph, input in ((100, 1), (1, 100), (1, 0), (7, 5)):
         counted = [peaks.bytes(graph, input) for peaks in spec.peaks]
