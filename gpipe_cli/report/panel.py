@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, Self, final
@@ -175,13 +175,8 @@ class ProgressPanel:
 
     def _frame(self, console: Console, options: ConsoleOptions) -> Group:
         width = options.max_width
-        shown = max(0, console.size.height - OTHER_LINES)
-        rows = self._rows(width)
-        hidden = len(rows) - shown
-        if hidden > 0:
-            rows = [*rows[: shown - 1], (Text(f"... and {hidden + 1} more", style="dim"),)]
         top = (self._progress_bar(width), self._train_loss(width, options.ascii_only), self._eval_loss())
-        return Group(*top, self._numbers(width), *_grid(rows))
+        return Group(*top, self._numbers(width), *self._partitions(width, console.size.height - OTHER_LINES))
 
     def _progress_bar(self, width: int) -> Table:
         """The step or, during an evaluation, its mini-batch, with the time that the run has taken and still needs."""
@@ -247,24 +242,36 @@ class ProgressPanel:
                 line += f"{part}  "
         return Text(line.rstrip(), no_wrap=True, overflow="ellipsis")
 
-    def _rows(self, width: int) -> list[Sequence[RenderableType]]:
+    def _partitions(self, width: int, room: int) -> Iterator[RenderableType]:
         """A row per partition; without their busy times only the panel of a pipe of several has them."""
         count = len(self._busy) or len(self._size.partitions)
-        return [] if count < 2 and not self._busy else [self._row(index, width) for index in range(count)]
+        if count < 2 and not self._busy:
+            return
+        shown = count if count <= room else max(0, room - 1)
+        grid = Table.grid(padding=(0, 1), expand=True)
+        for _ in range(2 if width >= WIDE else 1):
+            grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        for _ in range(2 if width >= MEDIUM else 1):
+            grid.add_column(no_wrap=True, justify="right")
+        for index in range(shown):
+            grid.add_row(*self._row(index, width))
+        yield grid
+        if shown < count:
+            yield Text(f"... and {count - shown} more", style="dim")
 
-    def _row(self, index: int, width: int) -> Sequence[RenderableType]:
+    def _row(self, index: int, width: int) -> Iterator[RenderableType]:
         partitions = self._size.partitions
         partition = partitions[index] if index < len(partitions) else {}
         device = one_line(str(partition.get("device", "")))
-        row: list[RenderableType] = [Text(f"{index} {device}" if width >= MEDIUM else str(index))]
+        yield Text(f"{index} {device}" if width >= MEDIUM else str(index))
         if width >= WIDE:
-            row.append(Text(_layers_text(partition), style="dim", overflow="ellipsis"))
+            yield Text(_layers_text(partition), style="dim", overflow="ellipsis")
         known = index < len(self._busy)
-        row.append(_bar(self._busy[index], 1.0, BUSY) if known else "")
-        row.append(Text(f"{100 * self._busy[index]:.0f} % busy" if known else ""))
+        yield _bar(self._busy[index], 1.0, BUSY) if known else ""
+        yield Text(f"{100 * self._busy[index]:.0f} % busy" if known else "")
         if width >= MEDIUM:
-            row.append(Text(self._memory_text(index, partition), style="dim"))
-        return row
+            yield Text(self._memory_text(index, partition), style="dim")
 
     def _memory_text(self, index: int, partition: Mapping[str, Any]) -> str:
         """The peak, if the device reports it; else what parameters, gradients and optimizer state take."""
@@ -305,21 +312,6 @@ def _bar(completed: float, total: float, color: str) -> ProgressBar:
     return ProgressBar(
         total=total, completed=min(completed, total), complete_style=color, finished_style=color
     )
-
-
-def _grid(rows: Sequence[Sequence[RenderableType]]) -> list[Table]:
-    if not rows:
-        return []
-    grid = Table.grid(padding=(0, 1), expand=True)
-    columns = max(map(len, rows))
-    for column in range(columns):
-        is_bar = column == max(1, columns - 3)
-        grid.add_column(
-            no_wrap=True, ratio=1 if is_bar else None, justify="left" if column < columns - 2 else "right"
-        )
-    for row in rows:
-        grid.add_row(*row)
-    return [grid]
 
 
 def _can_print(console: Console, text: str) -> bool:
