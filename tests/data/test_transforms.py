@@ -56,10 +56,6 @@ def test_explicit_statistics_take_precedence_over_the_datas(data: Data) -> None:
     assert torch.equal(basic(input, None), input / 2)
 
 
-def test_data_without_statistics_is_left_unchanged() -> None:
-    assert transforms.basic(build_synthetic()).train is None
-
-
 @settings(max_examples=40)
 @given(padding=st.integers(0, 5), flip=st.booleans(), seed=st.integers(0, 2**60))
 def test_augment_returns_a_shifted_or_mirrored_image(padding: int, flip: bool, seed: int) -> None:
@@ -98,14 +94,6 @@ def test_augment_mirrors_only_data_that_allows_flips(data: Data) -> None:
         assert augment is not None
         outputs = [augment(input, generator_for(seed)) for seed in range(20)]
         assert any(torch.equal(output, input.flip(-1)) for output in outputs) is mirrored
-
-
-def test_no_default_generator_advances(data: Data) -> None:
-    before = torch.get_rng_state()
-    augment = transforms.augment(data).train
-    assert augment is not None
-    augment(data.train[0][0], generator_for(0))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_transforms_can_be_sent_to_another_process(data: Data) -> None:

@@ -19,7 +19,7 @@ from gpipe_cli.huggingface import transformers
 from tests.support.command_line import Gpipe
 from tests.support.hugging_face_models import tiny_config
 
-STEPS = 6
+STEPS = 3
 CHUNKS = 4
 BATCH = 8
 CONTEXT = 16
@@ -53,7 +53,7 @@ class Trained:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = tiny_config(vocab_size=256, num_hidden_layers=4, num_key_value_heads=1)
+    config = tiny_config(vocab_size=256, num_key_value_heads=1)
     path = tmp_path_factory.mktemp("fine_tuning") / "llama"
     transformers().LlamaForCausalLM(config).save_pretrained(path)
     return path
@@ -88,7 +88,7 @@ def test_every_engine_and_split_gives_the_bits_of_a_plain_loop(
         "train", "model=hf", f"model.path={llama}", f"data.context={CONTEXT}", f"batch_size={BATCH}",
         f"chunks={CHUNKS}", f"steps={STEPS}", f"optimizer.lr={LR}", "optimizer.no_decay=[]",
         "lr_schedule=constant", "log.every=1",
-        "threads=1", f"run_dir={tmp_path / 'run'}", *words,
+        "threads=1", "balance=uniform", f"run_dir={tmp_path / 'run'}", *words,
     )  # fmt: skip
     assert answer.code == 0, answer.err
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
