@@ -8,13 +8,6 @@ import pytest
 from gpipe_cli.values import parse_bytes
 from tests.support.command_line import Gpipe
 
-TINY = (
-    "model._target_=tiny_for_tests.build",
-    "allow=[tiny_for_tests]",
-    "data=synthetic",
-    "data.shape=[3,8,8]",
-)
-
 
 @pytest.mark.parametrize("by", ["time", "size", "params", "uniform"])
 def test_a_balance_covers_the_model_and_can_be_pasted(gpipe: Gpipe, tmp_path: Path, by: str) -> None:
@@ -39,7 +32,7 @@ def test_the_table_shows_every_partition_and_the_line_to_paste(gpipe: Gpipe) -> 
 
 
 def test_a_memory_limit_is_kept_by_every_method(tiny: Gpipe) -> None:
-    words = [*TINY, "partitions=3", "--json"]
+    words = ["partitions=3", "--json"]
     uniform = tiny("balance", "--by", "uniform", *words).json
     limit = int(0.99 * max(uniform["memory_bytes"]))
     summary = tiny("balance", "--by", "uniform", f"device_memory={limit}", *words).json
@@ -51,18 +44,18 @@ def test_a_memory_limit_is_kept_by_every_method(tiny: Gpipe) -> None:
 
 @pytest.mark.parametrize("words", [["schedule=1f1b"], ["checkpoint=never", "optimizer=sgd"]])
 def test_a_dry_run_estimates_the_same_memory(tiny: Gpipe, words: list[str]) -> None:
-    words = [*TINY, *words, "partitions=3", "--json"]
+    words = [*words, "partitions=3", "--json"]
     summary = tiny("balance", "--by", "params", *words).json
     rows = tiny("train", "--dry-run", "balance=params", *words).json["partitions"]
     assert [row["total_bytes"] for row in rows] == summary["memory_bytes"]
 
 
 def test_the_smallest_sufficient_limit_in_the_error_is_sufficient(tiny: Gpipe) -> None:
-    words = ["--by", "params", *TINY]
+    words = ["--by", "params"]
     refused = tiny("balance", *words, "device_memory=1KiB").err
     smallest = refused.partition("the smallest limit that works is ")[2].partition(",")[0]
     assert tiny("balance", *words, f"device_memory={smallest}").code == 0
-    by_size = tiny("balance", "--by", "size", *TINY, "--json").json
+    by_size = tiny("balance", "--by", "size", "--json").json
     assert by_size["max"] == by_size["lower_bound"] == max(by_size["memory_bytes"])
     assert by_size["max"] <= parse_bytes(smallest) <= 1.01 * by_size["max"]
 
@@ -71,7 +64,7 @@ def test_the_optimizer_the_schedule_and_the_checkpoint_mode_change_what_memory_i
     tiny: Gpipe,
 ) -> None:
     def most(*words: str) -> int:
-        summary = tiny("balance", "--by", "size", *TINY, "--json", *words).json
+        summary = tiny("balance", "--by", "size", "--json", *words).json
         return int(summary["max"])
 
     usual = most()

@@ -107,85 +107,55 @@ def test_two_partitions_per_device_are_also_tried_there_and_back(tiny: Gpipe) ->
     assert read_schedule("v/schedule.csv").TRAITS.workers in ((0, 1, 0, 1), (0, 1, 1, 0))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("schedule=file",), "schedule.path: give the file with the order, such as"),
-        (("schedule=auto", "schedule.path=x.csv"), "schedule.path=x.csv: has no effect with schedule=auto"),
-        (
-            ("schedule.path=x.csv",),
-            "schedule.path=x.csv: has no effect with schedule=gpipe; add schedule=file",
-        ),
-        (("schedule=file", "schedule.path=x.csv"), "schedule.path=x.csv: no such file"),
-        (("schedule=file", "schedule.path=."), "schedule.path=.: cannot be read as a schedule"),
-        (
-            ("schedule=file", "schedule.path=word.csv"),
-            "schedule.path=word.csv, line 1: 'F0.0' is not an action",
-        ),
-        (("schedule=file", "schedule.path=illegal.csv"), "error: schedule.path=illegal.csv: B0.1 is missing"),
-        (
-            ("schedule=file", "schedule.path=good.csv", "chunks=3"),
-            "schedule.path=good.csv: the order is for 2 partitions on 2 devices and 2 chunks, and there are "
-            "2 partitions on 2 devices and 3 chunks; give chunks=2",
-        ),
-        (
-            ("schedule=file", "schedule.path=good.csv", "batch_size=1"),
-            "there are 2 partitions on 2 devices and 1 chunks; give a larger batch_size",
-        ),
-        (
-            ("schedule=file", "schedule.path=good.csv", "devices=[cpu,cpu,cpu]"),
-            "the order is for 2 partitions on 2 devices and 2 chunks, and there are 3 partitions on 3 devices and "
-            "2 chunks; give partitions=2, devices=2",
-        ),
-        (("schedule=auto", "engine=single"), "schedule: has no effect with engine=single; remove it"),
-        (("schedule=auto", "engine=offload"), "schedule: has no effect with engine=offload; remove it"),
-        (("schedule=aoto",), "schedule=aoto"),
-        (("schedule=auto", TWO, "partitions=1"), "partitions=1: each partition needs its own device"),
-    ],
-)
-def test_a_wrong_order_is_refused_in_one_line(tiny: Gpipe, words: tuple[str, ...], message: str) -> None:
+WRONG = """
+schedule=file => schedule.path: give the file with the order, such as
+schedule=auto schedule.path=x.csv => schedule.path=x.csv: has no effect with schedule=auto
+schedule.path=x.csv => schedule.path=x.csv: has no effect with schedule=gpipe; add schedule=file
+schedule=file schedule.path=x.csv => schedule.path=x.csv: no such file
+schedule=file schedule.path=. => schedule.path=.: cannot be read as a schedule
+schedule=file schedule.path=word.csv => schedule.path=word.csv, line 1: 'F0.0' is not an action
+schedule=file schedule.path=illegal.csv => error: schedule.path=illegal.csv: B0.1 is missing
+schedule=file schedule.path=good.csv chunks=3 => good.csv: the order is for 2 partitions on 2 devices and 2 chunks, \
+and there are 2 partitions on 2 devices and 3 chunks; give chunks=2
+schedule=file schedule.path=good.csv batch_size=1 => on 2 devices and 1 chunks; give a larger batch_size
+schedule=file schedule.path=good.csv devices=[cpu,cpu,cpu] => there are 3 partitions on 3 devices and 2 chunks; \
+give partitions=2, devices=2
+schedule=auto engine=single => schedule: has no effect with engine=single; remove it
+schedule=auto engine=offload => schedule: has no effect with engine=offload; remove it
+schedule=aoto => schedule=aoto
+schedule=auto devices=[cpu,cpu] partitions=1 => partitions=1: each partition needs its own device
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_a_wrong_order_is_refused_in_one_line(tiny: Gpipe, row: str) -> None:
+    words, message = row.split(" => ")
     Path("word.csv").write_text("F0.0\n")
     Path("illegal.csv").write_text("0F0,0F1,0B0\n1F0,1F1,1B0,1B1\n")
     write("good.csv", order("1f1b", 2, 2, 2))
-    chunks = () if any(word.startswith("chunks=") for word in words) else ("chunks=2",)
-    answer = tiny("train", "steps=1", *chunks, *words)
-    assert answer.code == 2
-    assert message in answer.err
+    answer = tiny("train", "steps=1", *(() if "chunks=" in words else ("chunks=2",)), *words.split())
+    assert answer.code == 2 and message in answer.err
     assert len(answer.err.splitlines()) == 1
     assert not Path("runs").exists()
 
 
 def test_an_order_keeps_within_device_memory_where_a_schedule_does_not(tiny: Gpipe) -> None:
-    words = (
-        "steps=1",
-        "chunks=8",
-        TWO,
-        "batch_size=64",
-        "checkpoint=never",
-        "balance=manual",
-        "balance.layers=[5,3]",
-    )
+    words = ("steps=1", "chunks=8", TWO, "batch_size=64", "checkpoint=never")
+    words = (*words, "balance=manual", "balance.layers=[5,3]")
     small = "device_memory=40KiB"
     assert "needs" in tiny("train", *words, small, "schedule=1f1b").err
     assert tiny("train", *words, small, "schedule=auto").code == 0
     path = write("gpipe.csv", order("gpipe", 2, 8, 2))
     refused = tiny("train", *words, small, "schedule=file", path)
-    assert refused.code == 2
-    assert "balance [5, 3] needs" in refused.err
+    assert refused.code == 2 and "balance [5, 3] needs" in refused.err
 
 
 def test_the_device_with_the_most_partitions_of_a_file_decides_whether_it_fits(tiny: Gpipe) -> None:
     """The limit was divided by the mean number of partitions per device."""
     Path("even.txt").write_text("F0.0 F1.0 B1.0 B0.0\nF2.0 F3.0 B3.0 B2.0\n")
     Path("uneven.txt").write_text("F0.0 F1.0 F2.0 B2.0 B1.0 B0.0\nF3.0 B3.0\n")
-    words = (
-        "chunks=1",
-        TWO,
-        "partitions=4",
-        "balance=manual",
-        "balance.layers=[2,2,2,2]",
-        "device_memory=1KiB",
-    )
+    words = ("chunks=1", TWO, "partitions=4", "device_memory=1KiB")
+    words = (*words, "balance=manual", "balance.layers=[2,2,2,2]")
     needed = []
     for path in ("even.txt", "uneven.txt"):
         refused = tiny("train", *words, "schedule=file", f"schedule.path={path}")

@@ -30,10 +30,8 @@ def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> No
 
 def test_a_profile_divides_the_model_as_training_does(gpipe: Gpipe) -> None:
     """It divided into equal numbers of layers, found that uneven, and advised what training does anyway."""
-    for command in ("train", "profile"):
-        assert (
-            "\nbalance:\n  _target_: gpipe_cli.balance.time.balance\n" in gpipe(command, "--cfg", "job").out
-        )
+    default = "\nbalance:\n  _target_: gpipe_cli.balance.time.balance\n"
+    assert all(default in gpipe(command, "--cfg", "job").out for command in ("train", "profile"))
     assert "balance [" in gpipe("profile", *QUICK, "--dry-run").err
 
 
@@ -67,23 +65,14 @@ def test_a_model_larger_than_memory_is_profiled_without_measuring(huge: Gpipe) -
         "share": pytest.approx(1 / 4, rel=0.01),
     }
     assert "forward_ms" not in summary and "predicted_step_ms" not in summary
-    written = {
-        "profile.json",
-        "profile.csv",
-        "report.html",
-        "launch.json",
-        "config.yaml",
-        "overrides.yaml",
-        "env.json",
-    }
-    assert {path.name for path in Path(summary["run_dir"]).iterdir()} == written
+    written = "profile.json profile.csv report.html launch.json config.yaml overrides.yaml env.json"
+    assert {path.name for path in Path(summary["run_dir"]).iterdir()} == {*written.split()}
     shown = huge("profile", "measure=false", "sort=time", "top=1")
     assert "forward FLOPs" in shown.out and "23.84 GiB" in shown.out
 
 
 def test_a_model_without_storage_is_balanced_by_flops_unless_it_must_be_measured(huge: Gpipe) -> None:
-    answer = huge("profile", "measure=false", "balance=time")
-    assert answer.code == 0
+    assert huge("profile", "measure=false", "balance=time").code == 0
     answer = huge("profile", "measure=false", "balance=time", "balance.measure=always")
     assert answer.code == 2
     assert "balance=time: nothing is run here" in answer.err and "gpipe balance --by time" in answer.err

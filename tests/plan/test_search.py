@@ -63,28 +63,25 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
     def fit_of(shape: PlanShape) -> MemoryFit:
         return MemoryFit({str(shape.checkpoint): memory_of(shape)})
 
+    def step_of(shape: PlanShape, balance: tuple[int, ...]) -> float:
+        return step_ms(shape.spec(cores), by_chunks[shape.chunks], balance)
+
     result = search(space.shapes(), lambda shape: by_chunks[shape.chunks], fit_of, keep=3, cores=cores)
 
-    best = sorted(
-        min(steps)
+    fitting = {
+        shape: [each for each in _balances(layers, shape.partitions) if memory_of(shape).fits(each)]
         for shape in space.shapes()
-        if (
-            steps := [
-                step_ms(shape.spec(cores), by_chunks[shape.chunks], balance)
-                for balance in _balances(layers, shape.partitions)
-                if memory_of(shape).fits(balance)
-            ]
-        )
+    }
+    best = sorted(
+        min(step_of(shape, each) for each in balances) for shape, balances in fitting.items() if balances
     )
     assert [plan.best.step_ms for plan in result.plans] == pytest.approx(best[:3])
     if best:
         assert result.lower_bound_ms == pytest.approx(best[0])
         assert result.gap == pytest.approx(0)
     for plan in result.plans:
-        assert memory_of(plan.shape).fits(plan.best.balance)
-        assert step_ms(
-            plan.shape.spec(cores), by_chunks[plan.shape.chunks], plan.best.balance
-        ) == pytest.approx(plan.best.step_ms)
+        assert plan.best.balance in fitting[plan.shape]
+        assert step_of(plan.shape, plan.best.balance) == pytest.approx(plan.best.step_ms)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -122,9 +119,8 @@ def test_only_the_partition_that_needs_it_recomputes() -> None:
     costs = LayerCosts([1.0] * 8, [2.0] * 8)
     sizes = [LayerMemory({layer: 1}, 1, {layer: 10}) for layer in range(8)]
     shape = PlanShape(4, 4, 8, "1f1b", FITTED)
-    memories = {
-        mode: MemoryObjective(sizes, replace(shape.spec(), checkpoint=mode), 45) for mode in CHECKPOINTS
-    }
+    specs = {mode: replace(shape.spec(), checkpoint=mode) for mode in CHECKPOINTS}
+    memories = {mode: MemoryObjective(sizes, spec, 45) for mode, spec in specs.items()}
     (answer,) = search([shape], lambda shape: costs, lambda shape: MemoryFit(memories), keep=1).plans
     assert answer.shape.checkpoint == ("except_last", "except_last", "never", "never")
     assert answer.best.balance == (2, 2, 2, 2)
@@ -231,9 +227,7 @@ def _plan(ms: float, shape: PlanShape) -> RankedPlan:
     return RankedPlan(shape, BestBalance((4,), shape.checkpoint, ms, ms))
 
 
-def test_of_plans_that_are_equally_good_the_simplest_is_first_whichever_was_measured_a_little_faster() -> (
-    None
-):
+def test_of_plans_that_are_equally_good_the_simplest_is_first_whichever_was_faster() -> None:
     plain, simple = PlanShape(1, 1, 1, "1f1b", "never"), PlanShape(2, 2, 4, "1f1b", "never")
     split, turns = PlanShape(2, 2, 8, "zero_bubble", "never"), PlanShape(4, 2, 8, "interleaved", "never")
     for first, second in ((100.0, 101.0), (101.0, 100.0)):

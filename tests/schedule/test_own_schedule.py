@@ -26,20 +26,10 @@ def order(partitions, chunks, devices):
         for partition in range(partitions)
     )
 """
-WITHOUT_LAST_BACKWARD = (
-    "\npairs = order\norder = lambda *sizes: tuple(actions[:-1] for actions in pairs(*sizes))\n"
-)
+SHORT = "\npairs = order\norder = lambda *sizes: tuple(actions[:-1] for actions in pairs(*sizes))\n"
 TRAIN = (
-    "train",
-    "--json",
-    "model=mlp",
-    "data=synthetic",
-    "data.shape=[1,8,8]",
-    "data.length=32",
-    "batch_size=16",
-    "steps=2",
-    "chunks=4",
-    "threads=1",
+    *("train", "--json", "model=mlp", "data=synthetic", "data.shape=[1,8,8]", "data.length=32"),
+    *("batch_size=16", "steps=2", "chunks=4", "threads=1"),
 )
 PAIRED = ("--config-dir", "conf", "schedule=pairs", "allow=[own_schedules]")
 
@@ -53,9 +43,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
         for folder in ("own_schedules", "conf/schedule"):
             (tmp_path / folder).mkdir(parents=True)
         (tmp_path / "own_schedules/pairs.py").write_text(source)
-        (tmp_path / "conf/schedule/pairs.yaml").write_text(
-            "# Two forwards, two backwards.\nname: own_schedules.pairs\n"
-        )
+        text = "# Two forwards, two backwards.\nname: own_schedules.pairs\n"
+        (tmp_path / "conf/schedule/pairs.yaml").write_text(text)
 
     yield write
     for name in [name for name in sys.modules if name.partition(".")[0] == "own_schedules"]:
@@ -102,12 +91,8 @@ def test_without_permission_nothing_is_imported(gpipe: Gpipe, own: Callable[[str
         (PAIRS, "single", "schedule: has no effect with engine=single; remove it"),
         (PAIRS, "offload", "schedule: has no effect with engine=offload; remove it"),
         (PAIRS, "processes", "torch.distributed.pipelining has no such schedule; use engine=threads"),
-        (
-            PAIRS.replace("{torch_schedule!r}", "'PipelineStage'"),
-            "processes",
-            "torch_schedule=PipelineStage is not",
-        ),
-        (PAIRS + WITHOUT_LAST_BACKWARD, "threads", "schedule=own_schedules.pairs: B0.3 is missing"),
+        (PAIRS.replace("{torch_schedule!r}", "'Other'"), "processes", "torch_schedule=Other is not"),
+        (PAIRS + SHORT, "threads", "schedule=own_schedules.pairs: B0.3 is missing"),
         ("", "threads", "module 'own_schedules.pairs' does not define TRAITS and order"),
         ("import missing_for_tests", "threads", "No module named 'missing_for_tests'"),
     ],
