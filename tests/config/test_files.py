@@ -90,39 +90,32 @@ def test_the_most_references_that_are_taken_are_resolved_at_once() -> None:
     assert len(OmegaConf.create(tree).a0) == 3**depth
 
 
-FILES = {
-    "a hydra node": (
-        "hydra: {job: {env_set: {A: b}}}",
-        "sets hydra.job.env_set.A: no file may configure Hydra",
-    ),
-    "an escaped key": ('"hyd\\x72a": {job: {env_set: {A: b}}}', "sets hydra.job.env_set.A"),
-    "an empty node": ("hydra: {}", "sets hydra: no file may configure Hydra"),
-    "a package": ("# @package hydra.job\nenv_set: {A: b}", "@package hydra.job: no file may configure Hydra"),
-    "a global package": ("# @package _global_.hydra\njob: {}", "@package _global_.hydra: no file may"),
-    "spaces": ("#   @package   _global_.hydra\njob: {}", "@package _global_.hydra: no file may"),
-    "allow in a package": ("# @package _global_.allow\na: b", "@package _global_.allow: a file may choose"),
-    "an option of Hydra": (
-        "defaults: [override /hydra/launcher: x]",
-        "override /hydra/launcher: x: no file may",
-    ),
-    "without a slash": ("defaults: [override hydra/launcher: x]", "no file may configure Hydra"),
-    "null": ("defaults: [override /hydra/launcher: null]", "no file may configure Hydra"),
-    "a list": ("defaults: [/hydra/job_logging: [a, b]]", "no file may configure Hydra"),
-    "a target package": ("defaults: [/model@hydra.job.env_set: x]", "no file may configure Hydra"),
-    "another package": ("defaults: [/optimizer@_global_.hydra.job: x]", "no file may configure Hydra"),
-    "a config of Hydra": ("defaults: [/hydra/config]", "no file may configure Hydra"),
-    "any config": ("defaults: [/other]", "defaults: /other: a file may choose options of gpipe's groups"),
-    "a reference": ("defaults: [override /model: '${oc.env:X}']", "choose an option by its name"),
-    "a folder above": ("defaults: [override /model: ../../x]", "leaves the folder|choose an option"),
-    "allow": ("allow: [os]", "allow: may only be given on the command line"),
-    "a dotted key": ("hydra.job.chdir: true", "sets hydra.job.chdir: no file may configure Hydra"),
-    "a list at the top": ("[1]", "its top level must be a mapping of keys"),
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_chooses_options_and_sets_keys_and_nothing_else(name: str) -> None:
-    text, says = FILES[name]
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hydra: {job: {env_set: {A: b}}}", "sets hydra.job.env_set.A: no file may configure Hydra"),
+        ('"hyd\\x72a": {job: {env_set: {A: b}}}', "sets hydra.job.env_set.A"),
+        ("hydra: {}", "sets hydra: no file may configure Hydra"),
+        ("# @package hydra.job\nenv_set: {A: b}", "@package hydra.job: no file may configure Hydra"),
+        ("# @package _global_.hydra\njob: {}", "@package _global_.hydra: no file may"),
+        ("#   @package   _global_.hydra\njob: {}", "@package _global_.hydra: no file may"),
+        ("# @package _global_.allow\na: b", "@package _global_.allow: a file may choose"),
+        ("defaults: [override /hydra/launcher: x]", "override /hydra/launcher: x: no file may"),
+        ("defaults: [override hydra/launcher: x]", "no file may configure Hydra"),
+        ("defaults: [override /hydra/launcher: null]", "no file may configure Hydra"),
+        ("defaults: [/hydra/job_logging: [a, b]]", "no file may configure Hydra"),
+        ("defaults: [/model@hydra.job.env_set: x]", "no file may configure Hydra"),
+        ("defaults: [/optimizer@_global_.hydra.job: x]", "no file may configure Hydra"),
+        ("defaults: [/hydra/config]", "no file may configure Hydra"),
+        ("defaults: [/other]", "defaults: /other: a file may choose options of gpipe's groups"),
+        ("defaults: [override /model: '${oc.env:X}']", "choose an option by its name"),
+        ("defaults: [override /model: ../../x]", "leaves the folder|choose an option"),
+        ("allow: [os]", "allow: may only be given on the command line"),
+        ("hydra.job.chdir: true", "sets hydra.job.chdir: no file may configure Hydra"),
+        ("[1]", "its top level must be a mapping of keys"),
+    ],
+)
+def test_a_file_chooses_options_and_sets_keys_and_nothing_else(text: str, says: str) -> None:
     header = re.search(r"@package +(\S+)", text)
     with pytest.raises(ConfigError, match=f"^evil.yaml: .*{says}"):
         check_content(

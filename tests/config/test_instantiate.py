@@ -205,46 +205,41 @@ def test_a_dataset_that_is_not_there_is_an_error_of_the_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "annotation"),
+    ("annotation", "values"),
     [
-        (1, int),
-        (1, float),
-        (1.5, float),
-        (True, bool),
-        ("x", str),
-        (None, int | None),
-        (0.1, float | torch.Tensor),
-        ([1], list[int]),
-        ([1, 2], tuple[int, int]),
-        ([1], Sequence[int]),
-        ({"a": 1}, dict[str, Any]),
-        ("anything", Any),
-        ("a/b", Path),
-        (None, None),
+        (int, [1]),
+        (float, [1, 1.5]),
+        (bool, [True]),
+        (str, ["x"]),
+        (int | None, [None, 3]),
+        (float | torch.Tensor, [0.1]),
+        (list[int], [[1]]),
+        (tuple[int, int], [[1, 2]]),
+        (Sequence[int], [[1]]),
+        (dict[str, Any], [{"a": 1}]),
+        (Any, ["anything"]),
+        (Path, ["a/b"]),
+        (None, [None]),
     ],
 )
-def test_what_fits_passes(value: Any, annotation: Any) -> None:
-    assert type_mismatch(value, annotation) is None
+def test_what_fits_passes(annotation: Any, values: list[Any]) -> None:
+    assert [type_mismatch(value, annotation) for value in values] == [None] * len(values)
 
 
 @pytest.mark.parametrize(
-    ("value", "annotation", "says"),
+    ("annotation", "values", "says"),
     [
-        ("x", int, "expected a whole number"),
-        (1.5, int, "expected a whole number"),
-        (True, int, "expected a whole number"),
-        ("x", float, "expected a number"),
-        (True, float, "expected a number"),
-        (None, float, "expected a number"),
-        ("x", float | torch.Tensor, "expected a number"),
-        (1, bool, "expected true or false"),
-        (1, str | None, "expected text or null"),
-        (3, list[int], "expected a list such as [1,2]"),
-        ([1], dict[str, int], "expected a mapping"),
+        (int, ["x", 1.5, True], "expected a whole number"),
+        (float, ["x", True, None], "expected a number"),
+        (float | torch.Tensor, ["x"], "expected a number"),
+        (bool, [1], "expected true or false"),
+        (str | None, [1], "expected text or null"),
+        (list[int], [3], "expected a list such as [1,2]"),
+        (dict[str, int], [[1]], "expected a mapping"),
     ],
 )
-def test_what_does_not_fit_is_told_in_plain_words(value: Any, annotation: Any, says: str) -> None:
-    assert type_mismatch(value, annotation) == says
+def test_what_does_not_fit_is_told_in_plain_words(annotation: Any, values: list[Any], says: str) -> None:
+    assert {type_mismatch(value, annotation) for value in values} == {says}
 
 
 def test_models_of_transformers_and_timm_are_built_if_they_are_allowed() -> None:
