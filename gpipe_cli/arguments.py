@@ -9,13 +9,13 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import final
 
 from gpipe_cli.config.keys import config_keys, known_keys
 from gpipe_cli.config.schema import POSITIONAL, SCHEMAS, SWEPT, WITH_MODEL
-from gpipe_cli.config.words import check_characters, check_given_once, escape_references, quoted
+from gpipe_cli.config.words import Request, check_characters, check_given_once, escape_references, quoted
 from gpipe_cli.errors import ConfigError, or_list
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -59,38 +59,11 @@ FLAGS = (
 )
 
 
-@final
-@dataclass(frozen=True)
-class Invocation:
-    """One parsed command line.
-
-    words: the overrides, or the arguments of a command without a configuration.
-    search: the words after --help, which say what to show of it. typed: everything after the command.
-    """
-
-    words: tuple[str, ...] = ()
-    search: str = ""
-    typed: tuple[str, ...] = field(default=(), compare=False)
-    help: bool = False
-    version: bool = False
-    json: bool = False
-    dry_run: bool = False
-    debug: bool = False
-    multirun: bool = False
-    hydra_help: bool = False
-    resolve: bool = False
-    cfg: str | None = None
-    info: str | None = None
-    package: str | None = None
-    config_dir: str | None = None
-    config_name: str | None = None
-
-
 def flags_of(command: str) -> list[Flag]:
     return [flag for flag in FLAGS if not flag.commands or command in flag.commands]
 
 
-def parse(arguments: list[str], command: str = "train") -> Invocation:
+def parse(arguments: list[str], command: str = "train") -> Request:
     if command != "launch-script":  # whose words are quoted in it, and `checks` judges those that name files
         check_characters(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -115,9 +88,9 @@ def parse(arguments: list[str], command: str = "train") -> Invocation:
     check_given_once(overrides)
     asked = next((at for at, word in enumerate(arguments) if word in ("--help", "-h")), len(arguments))
     search = " ".join(word for word in arguments[asked:] if word in rest and "=" not in word)
-    invocation = Invocation(tuple(overrides), search, tuple(arguments), **values)
-    _check_combinations(invocation)
-    return invocation
+    request = Request(command, tuple(overrides), search, tuple(arguments), **values)
+    _check_combinations(request)
+    return request
 
 
 def _refuse_flags(words: Sequence[str], command: str) -> None:
@@ -156,17 +129,17 @@ def _with_keys(words: Sequence[str], command: str) -> list[str]:
     return [*given, *filled, *bare[len(keys) :]]
 
 
-def _check_combinations(invocation: Invocation) -> None:
+def _check_combinations(request: Request) -> None:
     """Reject flags that exclude or need one another, which Hydra would ignore or answer with a traceback."""
-    prints = {"--cfg": invocation.cfg, "--info": invocation.info, "--hydra-help": invocation.hydra_help}
-    given = [flag for flag, value in {"--multirun": invocation.multirun, **prints}.items() if value]
+    prints = {"--cfg": request.cfg, "--info": request.info, "--hydra-help": request.hydra_help}
+    given = [flag for flag, value in {"--multirun": request.multirun, **prints}.items() if value]
     if len(given) > 1:
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give one of them")
-    if invocation.cfg not in (None, *CFG_PARTS):
-        raise ConfigError(f"--cfg {invocation.cfg}: {or_list(str(invocation.cfg), CFG_PARTS)}")
-    for flag, value in (("--resolve", invocation.resolve), ("--package", invocation.package)):
-        if value and invocation.cfg is None:
+    if request.cfg not in (None, *CFG_PARTS):
+        raise ConfigError(f"--cfg {request.cfg}: {or_list(str(request.cfg), CFG_PARTS)}")
+    for flag, value in (("--resolve", request.resolve), ("--package", request.package)):
+        if value and request.cfg is None:
             raise ConfigError(f"{flag} needs --cfg; it controls how a configuration is printed")
-    for flag, value in (("--json", invocation.json), ("--dry-run", invocation.dry_run)):
+    for flag, value in (("--json", request.json), ("--dry-run", request.dry_run)):
         if value and any(prints.values()):
             raise ConfigError(f"{flag} has no effect with {given[0]}, which runs nothing; remove it")

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import Any, TextIO
 
 from gpipe_cli import __version__
-from gpipe_cli.arguments import Invocation, parse
+from gpipe_cli.arguments import parse
 from gpipe_cli.completion import complete
 from gpipe_cli.config.schema import SCHEMAS, SWEPT
-from gpipe_cli.config.words import override_key, sets_hydra
+from gpipe_cli.config.words import Request, override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, is_long_name, or_list
 from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.launch.outcome import leave_exit_code, recorded_attempt
@@ -56,7 +56,7 @@ def _recorded(arguments: list[str]) -> AbstractContextManager[None]:
         return nullcontext()
     if flags.intersection((*RUNS_NOTHING, "-m", "--multirun")):  # a job of a sweep records its own end
         return nullcontext()
-    from gpipe_cli.config.compose import Request, compose
+    from gpipe_cli.config.compose import compose
 
     # The keys that name the run, in the file of keys too unless that is a mistake, and no other key.
     for kept in (("run_dir", "resume", "config"), ("run_dir", "resume")):
@@ -79,16 +79,16 @@ def _dispatch(arguments: list[str]) -> int:
         command, rest = rest[0], ["--help", *rest[1:]]
     if command in ("--version", "-V"):
         return _say(f"gpipe {__version__}")
-    invocation = parse(rest, _known(command))
-    if invocation.version:
+    request = parse(rest, _known(command))
+    if request.version:
         return _say(f"gpipe {__version__}")
-    if invocation.help:
-        return _say(command_help(command, invocation))
+    if request.help:
+        return _say(command_help(command, request))
     if command in SCHEMAS:
-        return _configured(command, invocation)
+        return _configured(request)
     module = importlib.import_module(f"gpipe_cli.commands.{command}")
     with stop_immediately():
-        module.run(invocation)
+        module.run(request)
     return 0
 
 
@@ -98,28 +98,24 @@ def _known(command: str) -> str:
     return command
 
 
-def _configured(command: str, invocation: Invocation) -> int:
+def _configured(request: Request) -> int:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
-    from gpipe_cli.config.compose import Request, compose, print_config
+    from gpipe_cli.config.compose import compose, print_config
     from gpipe_cli.jobs import run_job
     from gpipe_cli.sweep import ask_hydra, run_with_hydra
 
     remove_abandoned_folders()
-    request = Request(command, invocation.words, invocation.config_name, invocation.config_dir)
-    if invocation.cfg == "job":
-        print_config(request, invocation.package, resolve=invocation.resolve)
+    if request.cfg == "job":
+        print_config(request)
         return 0
-    if invocation.cfg or invocation.info or invocation.hydra_help:
-        ask_hydra(request, invocation)
+    if request.cfg or request.info or request.hydra_help:
+        ask_hydra(request)
         return 0
     began = _job_start()
-    if invocation.multirun or (command in SWEPT and any(map(sets_hydra, invocation.words))):
-        return run_with_hydra(request, invocation, began)
-    job = compose(request)
-    summary = run_job(
-        replace(job, json=invocation.json, dry_run=invocation.dry_run, debug=invocation.debug, began=began)
-    )
-    if invocation.json:
+    if request.multirun or (request.command in SWEPT and any(map(sets_hydra, request.words))):
+        return run_with_hydra(request, began)
+    summary = run_job(replace(compose(request), began=began))
+    if request.json:
         sys.stdout.write(f"{json.dumps(summary)}\n")
     return 0
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.arguments import Invocation, flags_of
+from gpipe_cli.arguments import flags_of
 from gpipe_cli.config.keys import FIRST, ConfigKey, Option, conf_dir, key_table, list_options
 from gpipe_cli.config.schema import SCHEMAS, ModelConfig
-from gpipe_cli.config.words import SCALE_KEY
+from gpipe_cli.config.words import SCALE_KEY, Request
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
 WIDTH = 80
@@ -38,7 +38,6 @@ Read on:
   gpipe train --help <word>         only what matches the word
   gpipe ls                          models, data, recipes and other options
   eval "$(gpipe -sc install=bash)"  complete commands with the Tab key"""
-NO_WORDS = Invocation()
 
 
 @final
@@ -77,10 +76,11 @@ def overview() -> str:
     return OVERVIEW.format(commands=_section("Commands", {name: about(name).summary for name in COMMANDS}))
 
 
-def command_help(name: str, invocation: Invocation = NO_WORDS) -> str:
+def command_help(name: str, request: Request | None = None) -> str:
     """gpipe <command> --help: of what the words choose, and only what matches the words after --help."""
-    command, search = about(name), invocation.search.casefold()
-    sections = _keys(name, invocation) if name in SCHEMAS else {}
+    request = request or Request(name)
+    command, search = about(name), request.search.casefold()
+    sections = _keys(name, request) if name in SCHEMAS else {}
     sections["Flags"] = {flag.usage: flag.help for flag in flags_of(name)}
     found = [
         (title, {left: text for left, text in rows.items() if search in f"{left} {text}".casefold()})
@@ -97,18 +97,18 @@ def command_help(name: str, invocation: Invocation = NO_WORDS) -> str:
     return "\n\n".join(shown if search else [*start, *shown])
 
 
-def _keys(command: str, invocation: Invocation) -> dict[str, dict[str, str]]:
+def _keys(command: str, request: Request) -> dict[str, dict[str, str]]:
     """The groups, then the keys under their headings."""
     groups, first = "Groups (group=option; * is chosen)", f"{FIRST} (key=default)"
     sections: dict[str, dict[str, str]] = {groups: {}, first: {}}
     own, shared = SCHEMAS[command].__annotations__, ("config", SCALE_KEY, *ModelConfig.__annotations__)
-    table = list(key_table(command, invocation.words).values())
+    table = list(key_table(command, request.words).values())
     # Of the first keys, those of this command alone come before those of similar commands and of all.
     table.sort(key=lambda row: row.heading == FIRST and 1 + (row.key in shared) - (row.key in own))
     for row in table:
         rows = sections.setdefault(first if row.heading == FIRST else row.heading, {})
         if row.type == "group":
-            sections[groups] |= _group(row, invocation)
+            sections[groups] |= _group(row, request)
             continue
         shown = row.default.replace("???", "...") or ("[]" if row.type == "list" else "")
         # The default shows the type of a key, except where it is null.
@@ -117,13 +117,13 @@ def _keys(command: str, invocation: Invocation) -> dict[str, dict[str, str]]:
     return sections
 
 
-def _group(row: ConfigKey, invocation: Invocation) -> dict[str, str]:
+def _group(row: ConfigKey, request: Request) -> dict[str, str]:
     """A group with its options. A search sees each option, and the keys that only options which are not chosen have."""
     options = {option.name: option for option in list_options(row.key)}
     is_name = re.fullmatch(r"\w+", row.default)  # neither code of the user nor several options of a sweep
-    if is_name and row.default not in options and not invocation.config_dir:
+    if is_name and row.default not in options and not request.config_dir:
         raise ConfigError(f"{row.key}={row.default}: {or_list(row.default, options)}")
-    if not invocation.search:
+    if not request.search:
         # Nobody of us has run the recipes that need more devices than a test has.
         there = ", ".join(name for name, option in options.items() if "devices" in option.facts)
         here = (

@@ -41,14 +41,21 @@ from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.compose import Request, compose, prepared, sweep_words
+from gpipe_cli.config.compose import compose, prepared, sweep_words
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.sources import VERSION, register_resolver, store
 from gpipe_cli.config.targets import add_current_folder
-from gpipe_cli.config.words import override_key, quote_override, quoted, sets_hydra, sets_key, without_keys
+from gpipe_cli.config.words import (
+    Request,
+    override_key,
+    quote_override,
+    quoted,
+    sets_hydra,
+    sets_key,
+    without_keys,
+)
 from gpipe_cli.errors import ConfigError, Interrupted, exit_code
 from gpipe_cli.jobs import run_job
 from gpipe_cli.launch.rank import is_rank
@@ -102,49 +109,49 @@ POLL_SECONDS = 0.1
 PROCESS = socket.gethostname(), os.getpid()
 
 
-def ask_hydra(request: Request, invocation: Invocation) -> None:
+def ask_hydra(request: Request) -> None:
     """gpipe <command> --cfg hydra|all, --info or --hydra-help: Hydra's own answers."""
-    given = {"--info": invocation.info, "--cfg": invocation.cfg, "--package": invocation.package}
+    given = {"--info": request.info, "--cfg": request.cfg, "--package": request.package}
     flags = [part for flag, value in given.items() if value is not None for part in (flag, value)]
-    flags += ["--resolve"] * invocation.resolve + ["--hydra-help"] * invocation.hydra_help
+    flags += ["--resolve"] * request.resolve + ["--hydra-help"] * request.hydra_help
     with prepared(request, HYDRA) as (primary, words, _, _):
         _hydra_main(request.command, lambda _: None, [*flags, *words, *_hydra_words(request)], primary)
 
 
-def run_with_hydra(request: Request, invocation: Invocation, began: float) -> int:
+def run_with_hydra(request: Request, began: float) -> int:
     """Run a sweep, or the only job of a command line with keys of Hydra; began: when, by the monotonic clock."""
-    if invocation.multirun or "hydra.mode=MULTIRUN" in request.words:
-        return _run_sweep(request, invocation, began)
+    if request.multirun or "hydra.mode=MULTIRUN" in request.words:
+        return _run_sweep(request, began)
     config = compose(request)
     add_current_folder(getattr(config.settings, "allow", ()))  # hydra.job.chdir changes it
     done: Future[Summary] = Future()
 
     def task(_: object) -> None:
-        own, flags = config, invocation
+        own = replace(config, began=began)
         if request.command == "train" and sets_key(request.words, "hydra.run.dir"):
-            own = config.with_values(run_dir=HydraConfig.get().runtime.output_dir)
+            own = own.with_values(run_dir=HydraConfig.get().runtime.output_dir)
         try:
-            done.set_result(run_job(replace(own, json=flags.json, dry_run=flags.dry_run, began=began)))
+            done.set_result(run_job(own))
         except BaseException as error:  # noqa: BLE001 - Hydra would print it in its own words
             done.set_exception(error)
 
     _store(config)
     _hydra_main(request.command, task, _hydra_words(request))
     summary = done.result()
-    if invocation.json:
+    if request.json:
         sys.stdout.write(f"{json.dumps(summary)}\n")
     return 0
 
 
-def _run_sweep(request: Request, invocation: Invocation, began: float) -> int:
+def _run_sweep(request: Request, began: float) -> int:
     """Run every job that has not finished, and return the first exit code that is not 0."""
-    line = shlex.join(["gpipe", request.command, *invocation.typed])
-    sweep = _judged(request, dry_run=invocation.dry_run)
+    line = shlex.join(["gpipe", request.command, *request.typed])
+    sweep = _judged(request)
     sweep.check()
     with _opened(sweep, line) if sweep.makes_runs else temporary_folder("sweep") as path:
-        results, stop, error = _run_jobs(sweep, invocation, path, time.time() - (time.monotonic() - began))
+        results, stop, error = _run_jobs(sweep, path, time.time() - (time.monotonic() - began))
     jobs = max(sweep.jobs, len(results))
-    if invocation.json:
+    if request.json:
         print_sweep_json(results, sweep.monitor)
     elif results:
         print_sweep(results, sweep.monitor, jobs, line)
@@ -163,7 +170,7 @@ def _run_sweep(request: Request, invocation: Invocation, began: float) -> int:
 
 
 def _run_jobs(
-    sweep: _Sweep, invocation: Invocation, path: Path, began: float
+    sweep: _Sweep, path: Path, began: float
 ) -> tuple[list[JobResult], StopRequested | None, BaseException | None]:
     """The results, the request to stop if there was one, and what the sweeper raised. path: of the sweep."""
     folder = path.absolute() / RESULTS
@@ -172,7 +179,7 @@ def _run_jobs(
     words = [each[0] for each in sweep.words.values() if len(each) == 1]
     shared = replace(sweep.request, words=without_keys(words, DIRECTORY_KEYS if sweep.makes_runs else ()))
     keys = {override_key(word): word.partition("=")[0] for word in sweep.swept}
-    task = Task(shared, keys, folder, sweep.makes_runs, invocation, began)
+    task = Task(shared, keys, folder, sweep.makes_runs, began)
     error: BaseException | None = None
     with sharing_stops(folder, block="submitit" in sweep.node.launcher._target_) as inbox:
         try:
@@ -270,7 +277,7 @@ class _Sweep:
         return [f"hydra.sweeper.{key}={value}" for key, value in values.items()]
 
 
-def _judged(request: Request, *, dry_run: bool) -> _Sweep:
+def _judged(request: Request) -> _Sweep:
     """Compose and check the jobs of a sweep, as far as they are known before the first one runs."""
     words, hydra_words = sweep_words(request), _hydra_words(request)
     values = list(words.values())
@@ -281,7 +288,7 @@ def _judged(request: Request, *, dry_run: bool) -> _Sweep:
         with config_errors(request.command), initialize(None, request.command, **VERSION):
             node = hydra.compose(PRIMARY, hydra_words, return_hydra_config=True).hydra
     settings = configs[0].settings
-    if dry_run or not isinstance(settings, TrainConfig):
+    if request.dry_run or not isinstance(settings, TrainConfig):
         return _Sweep(request, words, configs, node, None, makes_runs=False)
     monitor = settings.snapshot.monitor or "loss"
     return _Sweep(request, words, configs, node, monitor, makes_runs=settings.resume in (None, "auto"))
@@ -373,7 +380,6 @@ class Task:
     folder: Path
     """For results, and for the request to stop."""
     makes_runs: bool
-    invocation: Invocation
     began: float
     """When the command did, in seconds since 1970: a job may run on another machine."""
     process: tuple[str, int] = PROCESS
@@ -405,7 +411,7 @@ class Task:
         try:
             result = self._run_in(run, result, chdir(run) if given.job.chdir else nullcontext())
         except BaseException as error:  # noqa: BLE001 - a layer may raise anything; the table reports it
-            if self.invocation.debug:
+            if self.request.debug:
                 traceback.print_exception(error)
             at_once = type(error) is KeyboardInterrupt
             error = Interrupted("stopped by Ctrl-C") if at_once else as_stopped(error)
@@ -432,11 +438,8 @@ class Task:
         if self.makes_runs:
             config = config.with_values(run_dir=str(run), resume="auto" if resumes else None)
         began = time.monotonic() - (time.time() - self.began)
-        flags = self.invocation
         with folder:
-            summary = run_job(
-                replace(config, json=flags.json, dry_run=flags.dry_run, began=began, in_sweep=True)
-            )
+            summary = run_job(replace(config, began=began, in_sweep=True))
         return replace(result, summary=summary)
 
     @contextmanager

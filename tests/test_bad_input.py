@@ -21,9 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import parse
 from gpipe_cli.build.parts import build_parts
-from gpipe_cli.config.compose import Request, compose_tree, settings_of
+from gpipe_cli.config.compose import compose_tree, settings_of
 from gpipe_cli.config.keys import check_words
 from gpipe_cli.config.schema import GROUPS, ModelConfig
+from gpipe_cli.config.words import Request
 from gpipe_cli.errors import GpipeError
 from tests.support.command_line import Gpipe
 

@@ -10,9 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpipe_cli.arguments import FLAGS, parse
-from gpipe_cli.config.compose import Request, compose_tree
+from gpipe_cli.config.compose import compose_tree
 from gpipe_cli.config.keys import FIRST, chosen_options, config_keys, key_table, list_options
 from gpipe_cli.config.schema import GROUPS, NO_EFFECT, SCHEMAS
+from gpipe_cli.config.words import Request
 from gpipe_cli.engines.protocol import engine_traits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS, about, command_help, overview

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 from benchmarks.published_lines import Line, published_lines
 from gpipe_cli import huggingface
-from gpipe_cli.config.compose import Request, compose
+from gpipe_cli.config.compose import compose
 from gpipe_cli.config.keys import Option, list_options
+from gpipe_cli.config.words import Request
 from tests.support.command_line import Gpipe
 
 FULL = list_options("recipes")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import sys
 
-from gpipe_cli.arguments import Invocation
+from gpipe_cli.config.words import Request
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.environment import environment
 from gpipe_cli.report.formatting import one_line
 
 
-def run(invocation: Invocation) -> None:
-    if invocation.words:
-        raise ConfigError(f"'{invocation.words[0]}': gpipe env takes no arguments")
+def run(request: Request) -> None:
+    if request.words:
+        raise ConfigError(f"'{request.words[0]}': gpipe env takes no arguments")
     facts = environment()
-    if invocation.json:
+    if request.json:
         sys.stdout.write(f"{json.dumps(facts)}\n")
         return
     for name, value in facts.items():

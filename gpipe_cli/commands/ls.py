@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
-from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.keys import Option, list_options
 from gpipe_cli.config.schema import GROUPS
+from gpipe_cli.config.words import Request
 from gpipe_cli.errors import ConfigError, or_list
 
 PLURALS = {
@@ -24,10 +24,10 @@ PLURALS = {
 TOPICS = (*GROUPS, "recipes")
 
 
-def run(invocation: Invocation) -> None:
-    topics = [topic_of(word) for word in invocation.words] or list(TOPICS)
+def run(request: Request) -> None:
+    topics = [topic_of(word) for word in request.words] or list(TOPICS)
     listing = {topic: [_row(option) for option in list_options(topic)] for topic in topics}
-    if invocation.json:
+    if request.json:
         sys.stdout.write(f"{json.dumps(listing if len(listing) > 1 else listing[topics[0]], indent=2)}\n")
     elif sys.stdout.isatty():
         _print_tables(listing)

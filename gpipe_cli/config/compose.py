@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -37,7 +36,6 @@ from gpipe_cli.config.schema import (
     CommandConfig,
     ModelConfig,
     TrainConfig,
-    TrainedConfig,
 )
 from gpipe_cli.config.sources import (
     VERSION,
@@ -50,6 +48,7 @@ from gpipe_cli.config.sources import (
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.config.words import (
     CUSTOM,
+    Request,
     escape_references,
     named_packages,
     override_key,
@@ -65,31 +64,6 @@ from gpipe_cli.schedule.orders import AUTO
 from gpipe_cli.values import flatten
 
 ALLOW_VARIABLE = "GPIPE_ALLOW"
-
-
-@final
-@dataclass(frozen=True)
-class Request:
-    """What to compose: the words of a command line, and where to look for files besides conf/ and recipes/."""
-
-    command: str
-    words: tuple[str, ...]
-    config_name: str | None = None
-    config_dir: str | None = None
-
-    @property
-    def line(self) -> str:
-        """The command line, as a user would type it."""
-        flags = {"--config-dir": self.config_dir, "--config-name": self.config_name}
-        given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
-        return shlex.join(["gpipe", self.command, *self.words, *given])
-
-    @property
-    def continues_run(self) -> bool:
-        """Whether the components may be those of an earlier run, with keys that the default options do not list."""
-        return issubclass(SCHEMAS[self.command], TrainedConfig) or any(
-            override_key(word) == "resume" for word in self.words
-        )
 
 
 @final
@@ -119,6 +93,9 @@ def compose(request: Request) -> Job:
         _model_name(composed),
         settings,
         (*composed.notes, *([note] if note else ())),
+        json=request.json,
+        dry_run=request.dry_run,
+        debug=request.debug,
     )
 
 
@@ -149,8 +126,9 @@ def compose_tree(request: Request) -> DictConfig:
     return _compose(request).tree
 
 
-def print_config(request: Request, package: str | None, *, resolve: bool) -> None:
+def print_config(request: Request) -> None:
     """gpipe <command> --cfg job [--package P] [--resolve]; it may be an unfinished configuration."""
+    package = request.package
     shown: Any = _compose(request).tree
     with config_errors(request.command):
         if package not in (None, "_global_"):
@@ -160,7 +138,7 @@ def print_config(request: Request, package: str | None, *, resolve: bool) -> Non
         if not isinstance(shown, Container):
             sys.stdout.write(f"{shown}\n")
             return
-        if resolve:
+        if request.resolve:
             OmegaConf.resolve(shown)
         header = f"# @package {package}\n" if package not in (None, "_global_") else ""
         sys.stdout.write(f"{header}{OmegaConf.to_yaml(shown)}")

@@ -1,4 +1,4 @@
-"""The words of a command line that set keys: `key=value`, `+key=value`, `~key`, `group=option`, `recipe=name`.
+"""A command line, and its words that set keys: `key=value`, `+key=value`, `~key`, `group=option`, `recipe=name`.
 
 Imports nothing expensive: help and completion read words too.
 """
@@ -6,10 +6,13 @@ Imports nothing expensive: help and completion read words too.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import final
 
-from gpipe_cli.config.schema import COMPONENT_GROUPS
+from gpipe_cli.config.schema import COMPONENT_GROUPS, SCHEMAS
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.report.formatting import hidden_character, no_hidden
 
@@ -34,6 +37,48 @@ _REFERENCE = re.compile(r"\$\{[^}]*\}")
 _HYDRA_READS = re.compile(r"(?:\\.|[\w/\-+.$%*@?|:\\ \t])*", re.ASCII)
 _STRUCTURE = re.compile(r"""[\[\]{}(),]|\A\s*(["']).*\1\s*\Z""", re.DOTALL)
 """Lists, mappings, functions, sweeps and text that is already quoted."""
+
+
+@final
+@dataclass(frozen=True)
+class Request:
+    """One parsed command line, or a job of a sweep that it asks for.
+
+    words: those that set keys, or the arguments of a command without a configuration.
+    search: the words after --help, which say what to show of it. typed: everything after the command.
+    """
+
+    command: str
+    words: tuple[str, ...] = ()
+    search: str = ""
+    typed: tuple[str, ...] = field(default=(), compare=False)
+    help: bool = False
+    version: bool = False
+    json: bool = False
+    dry_run: bool = False
+    debug: bool = False
+    multirun: bool = False
+    hydra_help: bool = False
+    resolve: bool = False
+    cfg: str | None = None
+    info: str | None = None
+    package: str | None = None
+    config_dir: str | None = None
+    config_name: str | None = None
+
+    @property
+    def line(self) -> str:
+        """The command line of the only job, as a user would type it."""
+        flags = {"--config-dir": self.config_dir, "--config-name": self.config_name}
+        given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
+        return shlex.join(["gpipe", self.command, *self.words, *given])
+
+    @property
+    def continues_run(self) -> bool:
+        """Whether the components may be those of an earlier run, with keys that the default options do not list."""
+        return SCHEMAS[self.command].uses_trained_weights or any(
+            override_key(word) == "resume" for word in self.words
+        )
 
 
 def override_key(word: str) -> str:

@@ -13,7 +13,8 @@ from benchmarks.models import huggingface, timm_families, torchvision_models
 from benchmarks.models.subject import Subject
 from gpipe_cli.build.model import build_deferred
 from gpipe_cli.build.parts import RunParts, build_parts
-from gpipe_cli.config.compose import Request, compose
+from gpipe_cli.config.compose import compose
+from gpipe_cli.config.words import Request
 from gpipe_cli.models import amoebanetd, gpt
 from gpipe_cli.sequential.deferred import fill_others, load_parameters
 from gpipe_cli.torch_internals import deferred_values

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.compose import Request, compose, compose_tree, settings_of, sweep_words
+from gpipe_cli.config.compose import compose, compose_tree, settings_of, sweep_words
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, TrainConfig
+from gpipe_cli.config.words import Request
 from gpipe_cli.errors import ConfigError
 
 

@@ -9,8 +9,9 @@ import pytest
 from hydra import initialize
 from hydra.core.global_hydra import GlobalHydra
 
-from gpipe_cli.config.compose import Request, compose
+from gpipe_cli.config.compose import compose
 from gpipe_cli.config.sources import VERSION
+from gpipe_cli.config.words import Request
 from gpipe_cli.errors import ConfigError, RunError
 from tests.support.package_source import trees
 
