@@ -26,7 +26,7 @@ from gpipe_cli.profiling.records import (
     LayerStats,
     LayerTimes,
     Sample,
-    SavedTensors,
+    WatchedLayer,
     frozen_layers,
     has_values,
     preserved,
@@ -121,18 +121,18 @@ def _step(pipe: Pipe, sample: Sample) -> None:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _saved_tensors(pipe: Pipe, sample: Sample) -> list[SavedTensors]:
+def _saved_tensors(pipe: Pipe, sample: Sample) -> list[WatchedLayer]:
     """Run one step with hooks on every layer."""
 
-    def before(saved: SavedTensors, layer: nn.Module, inputs: Any) -> None:
+    def before(saved: WatchedLayer, layer: nn.Module, inputs: Any) -> None:
         saved.__enter__()
 
-    def after(saved: SavedTensors, layer: nn.Module, inputs: Any, output: Any) -> None:
+    def after(saved: WatchedLayer, layer: nn.Module, inputs: Any, output: Any) -> None:
         saved.__exit__(None, None, None)
         saved.note_output(output)
 
     parameters = {storage_of(parameter) for parameter in pipe.parameters()}
-    by_layer = [SavedTensors(parameters) for _ in pipe]
+    by_layer = [WatchedLayer(parameters) for _ in pipe]
     handles = []
     for saved, layer in zip(by_layer, pipe, strict=True):
         handles.append(layer.register_forward_pre_hook(partial(before, saved)))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.profiling.records import LayerStats, Sample, SavedTensors, Shape, SkipStats, frozen_layers
+from gpipe_cli.profiling.records import LayerStats, Sample, Shape, SkipStats, WatchedLayer, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names, original_output
 from gpipe_cli.sequential.deferred import clone_with
@@ -174,7 +174,7 @@ class _FakeRun:
         # A tensor that was returned again by a repeated layer has another number than its address, below zero.
         self._numbers: dict[int, int] = {}
         self._fresh = count(-1, -1)
-        self.saved: list[SavedTensors] = []
+        self.saved: list[WatchedLayer] = []
         self.operations: list[LayerOperations] = []
         self.kinds: list[int] = []
         self._kinds: dict[Hashable, int] = {}
@@ -203,7 +203,7 @@ class _FakeRun:
         """`sample` is given to the last layer, of which the loss is a part."""
         layer = clone_with(self._module[index], fake_twin).train()
         parameters = list(layer.parameters())
-        saved = SavedTensors({storage_of(parameter) for parameter in parameters})
+        saved = WatchedLayer({storage_of(parameter) for parameter in parameters})
         self.saved.append(saved)
         value = map_tensors(_leaf, value)
         if self._recorder is not None:
@@ -243,10 +243,10 @@ class _FakeRun:
     def _number(self, storage: int) -> int:
         return self._numbers.get(storage, storage)
 
-    def _number_storages(self, saved: SavedTensors) -> None:
+    def _number_storages(self, saved: WatchedLayer) -> None:
         saved.storages = {self._number(storage): size for storage, size in saved.storages.items()}
 
-    def _forward(self, index: int, layer: nn.Module, saved: SavedTensors, value: Any) -> Value:
+    def _forward(self, index: int, layer: nn.Module, saved: WatchedLayer, value: Any) -> Value:
         self.skips.layer = index
         try:
             with use_skip_tracker(self.skips), saved:

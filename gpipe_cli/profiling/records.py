@@ -86,7 +86,7 @@ class LayerTimes:
 
 
 @final
-class SavedTensors:
+class WatchedLayer:
     """A context manager to run a layer in. You may enter it again: a loss counts as part of the last layer."""
 
     def __init__(self, parameters: Collection[int]) -> None:
@@ -129,9 +129,9 @@ class SavedTensors:
 
         return watched
 
-    def with_storages(self, storages: dict[int, int]) -> SavedTensors:
+    def with_storages(self, storages: dict[int, int]) -> WatchedLayer:
         """The same of another layer, whose storages are others."""
-        other = SavedTensors(self._parameters)
+        other = WatchedLayer(self._parameters)
         other.storages = storages
         other.output_shape, other.output_bytes = self.output_shape, self.output_bytes
         return other

@@ -9,7 +9,7 @@ from gpipe_cli.lazy_imports import lazy_attributes
 if TYPE_CHECKING:
     from gpipe_cli.sequential.by_list import flatten_model, partition_uniform
     from gpipe_cli.sequential.sequence import LayerSequence, layer_class, layer_names, original_output
-    from gpipe_cli.sequential.tracing import to_sequential
+    from gpipe_cli.sequential.tracing.convert import to_sequential
 
 __all__ = [
     "LayerSequence",
@@ -31,6 +31,6 @@ __getattr__ = lazy_attributes(
         "layer_names": "sequence",
         "original_output": "sequence",
         "partition_uniform": "by_list",
-        "to_sequential": "tracing",
+        "to_sequential": "tracing.convert",
     },
 )

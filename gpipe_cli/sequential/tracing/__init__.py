@@ -1,5 +1,1 @@
-"""Any model as a sequence, by recording what it does."""
-
-from gpipe_cli.sequential.tracing.convert import to_sequential
-
-__all__ = ["to_sequential"]
+"""Any model as a sequence of layers, by recording what it does with a sample: see `convert`."""

@@ -17,6 +17,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from gpipe_cli.errors import ConfigError
@@ -34,6 +35,7 @@ from gpipe_cli.sequential.tracing.graph import (
     SourceLine,
     TraceGraph,
     WriteSpan,
+    add_node,
     info_of,
     located_tensors,
     map_tree,
@@ -160,8 +162,8 @@ class _CallRecorder(TorchFunctionMode):
     def add_inputs(self, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             self._memory.record(INPUTS, (), (), (tensor,))
-            node = self._graph.placeholder(_identifier(name))
-            self._note_tensor(node, NodeInfo(), tensor, frozenset({name}), requires_grad=False)
+            node = add_node(self._graph, "placeholder", _identifier(name), (), {}, NodeInfo())
+            self._note_tensor(node, tensor, frozenset({name}), requires_grad=False)
 
     def trace(self, output: Any) -> TraceGraph:
         where = SourceLine.defining(type(self._model).forward)
@@ -346,34 +348,28 @@ class _CallRecorder(TorchFunctionMode):
         depends_on = self._dependencies(tensors)
         if is_module or is_random:
             depends_on |= {"parameters" if is_module else "random"}
-        node = self._call(target, *self._replace((args, kwargs)))
-        node.meta["trace"] = info
+        args, kwargs = self._replace((args, kwargs))
+        node = add_node(self._graph, *_operation(target), args, kwargs, info)
         located = [(access, self._substitutes.of(tensor)) for access, tensor in located_tensors(output)]
         self._memory.record(self._calls, tensors, written, [tensor for _, tensor in located])
         for access, tensor in located:
-            self._note_tensor(self._member(node, access), info, tensor, depends_on)
+            self._note_tensor(self._member(node, access), tensor, depends_on)
         self._calls += 1
-
-    def _call(self, target: str | Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
-        if isinstance(target, str):
-            return self._graph.call_module(target, args, kwargs)
-        if target in _METHODS and target not in _OPERATORS:
-            return self._graph.call_method(_METHODS[target], args, kwargs)
-        return self._graph.call_function(_OPERATORS.get(target, target), args, kwargs)
 
     def _member(self, node: fx.Node, access: tuple[Any, ...]) -> fx.Node:
         """The tensor at a place in what a call returned."""
-        info = replace(info_of(node), is_impure=False, decides=False, result=None, kind=type(None))
+        call = info_of(node)
+        if not access and call.grad:
+            return node
+        info = replace(call, is_impure=False, decides=False, result=None, kind=type(None))
         for key in access:
             read, name = (getattr, str(key)) if isinstance(key, FieldName) else (operator.getitem, key)
-            node = self._graph.call_function(read, (node, name))
-            node.meta["trace"] = info
-        return node if info.grad else self._graph.call_function(torch.detach, (node,))
+            node = add_node(self._graph, "call_function", read, (node, name), {}, info)
+        return node if call.grad else add_node(self._graph, "call_function", torch.detach, (node,), {}, info)
 
     def _note_tensor(
         self,
         node: fx.Node,
-        info: NodeInfo,
         tensor: Tensor,
         depends_on: frozenset[str],
         *,
@@ -383,7 +379,7 @@ class _CallRecorder(TorchFunctionMode):
         tensor.recorded_by = self._mark  # type: ignore[attr-defined]
         self._nodes[id(tensor)] = node
         node.meta["trace"] = replace(
-            node.meta.get("trace", info),
+            info_of(node),
             kind=Tensor,
             place=self._tensors,
             shape=tuple(tensor.shape),
@@ -402,7 +398,7 @@ class _CallRecorder(TorchFunctionMode):
         return frozenset().union(*(info_of(node).depends_on for node in nodes))
 
     def _replace(self, tree: Any) -> Any:
-        return map_tree(self._replacement, tree)
+        return map_aggregate(tree, self._replacement)
 
     def _replacement(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -434,8 +430,9 @@ class _CallRecorder(TorchFunctionMode):
         """The node of a tensor that a call returned, or of a parameter or buffer."""
         key = id(self._substitutes.of(tensor))
         if key not in self._nodes and key in self._attributes:
-            self._nodes[key] = node = self._graph.get_attr(self._attributes[key])
-            node.meta["trace"] = NodeInfo(place=self._attributes[key], depends_on=frozenset({"parameters"}))
+            path = self._attributes[key]
+            info = NodeInfo(place=path, depends_on=frozenset({"parameters"}))
+            self._nodes[key] = add_node(self._graph, "get_attr", path, (), {}, info)
         return self._nodes.get(key)
 
     def _note_dtype(self, tensor: Tensor) -> None:
@@ -543,6 +540,15 @@ def _is_mask(index: Any) -> bool:
     return any(tensor.dtype == torch.bool for tensor in tensors) and not any(
         tensor.is_meta for tensor in tensors
     )
+
+
+def _operation(target: str | Callable[..., Any]) -> tuple[str, str | Callable[..., Any]]:
+    """The kind of a call of fx, and its target."""
+    if isinstance(target, str):
+        return "call_module", target
+    if target in _METHODS and target not in _OPERATORS:
+        return "call_method", _METHODS[target]
+    return "call_function", _OPERATORS.get(target, target)
 
 
 def _identifier(name: str) -> str:

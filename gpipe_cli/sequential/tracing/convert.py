@@ -20,9 +20,9 @@ from gpipe_cli.sequential.tracing.cuts import CutPoint, Dataflow, choose_cuts, c
 from gpipe_cli.sequential.tracing.generalize import with_expressions_computed
 from gpipe_cli.sequential.tracing.layers import build_layers
 from gpipe_cli.sequential.tracing.leaves import Leaves, remedy
+from gpipe_cli.sequential.tracing.recordings import Trace
 from gpipe_cli.sequential.tracing.sample import TraceSample
 from gpipe_cli.sequential.tracing.segments import Segment, segments_of
-from gpipe_cli.sequential.tracing.trace import Trace
 from gpipe_cli.sequential.tracing.verify import check_modes, is_right_at, verify
 from gpipe_cli.torch_internals.deferred_values import without_recording
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from gpipe_cli.sequential.tracing.graph import (
     ConstantTensor,
@@ -24,12 +25,12 @@ from gpipe_cli.sequential.tracing.graph import (
     Place,
     ReadDtype,
     TraceGraph,
+    add_node,
     check_decision,
     choose,
     device_of_input,
     info_of,
     leaves_of,
-    map_tree,
     structure_of,
 )
 from gpipe_cli.sequential.tracing.sample import Size, TraceSample
@@ -107,8 +108,9 @@ def generalize(runs: Sequence[tuple[Setting, TraceGraph]], sizes: Sequence[Size]
     for node, *nodes in zip(*(each.steps for each in (trace, *others)), strict=True):
         info = info_of(node)
         node.args, node.kwargs = merger.merge(info, [(each.args, each.kwargs) for each in (node, *nodes)])
-        results = [info_of(each).result for each in (node, *nodes)]
-        node.meta["trace"] = replace(info, expected=merger.merge(info, results))
+        if info.decides:
+            results = [info_of(each).result for each in (node, *nodes)]
+            node.meta["trace"] = replace(info, expected=merger.merge(info, results))
     trace.output.args = merger.merge(NodeInfo(), [each.output.args for each in (trace, *others)])
     for node, *nodes in zip(*(each.tensors for each in (trace, *others)), strict=True):
         shapes = [info_of(each).shape for each in (node, *nodes)]
@@ -222,7 +224,7 @@ class _Merger:
             except ValueError as error:
                 raise _differs(info, str(error)) from error
 
-        return map_tree(merged, trees[0])
+        return map_aggregate(trees[0], merged)
 
     def _merge_leaf(self, leaves: Sequence[Any]) -> Any:
         first = leaves[0]
@@ -388,34 +390,32 @@ class _Computed:
         self._attributes: dict[str, fx.Node] = {}
         self._info = NodeInfo()
         for node in trace.inputs:
-            self._note(node, self._graph.placeholder(str(node.target)))
+            self._note(node, add_node(self._graph, node.op, node.target, (), {}, info_of(node)))
         self._sizes = {size: self._size_node(trace.inputs, size) for size in trace.sizes}
 
     def add(self, node: fx.Node) -> None:
         self._info = info = info_of(node)
-        args, kwargs = map_tree(self._argument, (node.args, node.kwargs))
-        copied = self._graph.create_node(node.op, node.target, args, kwargs)
+        args, kwargs = map_aggregate((node.args, node.kwargs), self._argument)
+        copied = add_node(self._graph, node.op, node.target, args, kwargs, info)
         self._note(node, copied)
         if info.decides:
             message = f"{info.line} went on with {info.result!r} when the model was traced"
-            result = map_tree(self._argument, info.expected)
+            result = map_aggregate(info.expected, self._argument)
             self._function(check_decision, (copied, result, message, info.modules[-1]), type(None))
 
     def with_output(self, trace: TraceGraph) -> TraceGraph:
         self._info = NodeInfo(call=self._info.call)
-        self._graph.output(map_tree(self._argument, trace.output.args[0]))
+        self._graph.output(map_aggregate(trace.output.args[0], self._argument))
         return replace(trace, graph=self._graph, constants=self._constants)
 
     def _note(self, node: fx.Node, copied: fx.Node) -> None:
-        copied.meta["trace"] = info_of(node)
         self._copies[node] = copied
         self._tensors[info_of(node).place] = copied
 
     def _size_node(self, inputs: Sequence[fx.Node], size: Size) -> fx.Node:
         tensor, dimension = size.places[0]
-        node = self._graph.call_method("size", (self._copies[inputs[tensor]], dimension))
-        node.meta["trace"] = NodeInfo(kind=int, size=size)
-        return node
+        args = (self._copies[inputs[tensor]], dimension)
+        return add_node(self._graph, "call_method", "size", args, {}, NodeInfo(kind=int, size=size))
 
     def _argument(self, leaf: Any) -> Any:
         if isinstance(leaf, fx.Node):
@@ -465,6 +465,5 @@ class _Computed:
         return self._function(choose, (training, *choices), type(None))
 
     def _function(self, target: Callable[..., Any], args: tuple[Any, ...], kind: type) -> fx.Node:
-        node = self._graph.call_function(target, args)
-        node.meta["trace"] = NodeInfo(call=self._info.call, modules=self._info.modules, kind=kind)
-        return node
+        info = NodeInfo(call=self._info.call, modules=self._info.modules, kind=kind)
+        return add_node(self._graph, "call_function", target, args, {}, info)

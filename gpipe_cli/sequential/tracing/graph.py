@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from gpipe_cli.pytree import Template
 from gpipe_cli.sequential.tracing.sample import Size
@@ -49,13 +50,13 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 def leaves_of(tree: Any) -> list[Any]:
     leaves: list[Any] = []
-    map_tree(leaves.append, tree)
+    map_aggregate(tree, leaves.append)
     return leaves
 
 
 def structure_of(tree: Any) -> Any:
     """The containers with None in place of every leaf, to compare."""
-    return map_tree(lambda _: None, tree)
+    return map_aggregate(tree, lambda _: None)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -216,6 +217,21 @@ def info_of(node: fx.Node) -> NodeInfo:
     info = node.meta["trace"]
     assert isinstance(info, NodeInfo)
     return info
+
+
+def add_node(
+    graph: fx.Graph,
+    op: str,
+    target: str | Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    info: NodeInfo,
+) -> fx.Node:
+    # Arguments are set afterwards: create_node would walk over them in Python, to warn of numbers that we never have.
+    node = graph.create_node(op, target)
+    node.args, node.kwargs = args, kwargs
+    node.meta["trace"] = info
+    return node
 
 
 @final

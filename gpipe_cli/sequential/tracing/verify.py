@@ -18,9 +18,9 @@ from gpipe_cli.pytree import flatten, unflatten
 from gpipe_cli.sequential.sequence import LayerSequence
 from gpipe_cli.sequential.tracing.graph import DecisionChanged, SourceLine
 from gpipe_cli.sequential.tracing.leaves import remedy
+from gpipe_cli.sequential.tracing.recordings import attributes_restored, caches_disabled, modes_restored
 from gpipe_cli.sequential.tracing.sample import SampleArguments, Size, TraceSample, shapes_of
 from gpipe_cli.sequential.tracing.substitutes import buffers_restored
-from gpipe_cli.sequential.tracing.trace import attributes_restored, caches_disabled, modes_restored
 
 _BATCH = 3
 

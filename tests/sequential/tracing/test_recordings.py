@@ -51,8 +51,9 @@ def test_a_whole_model_that_decides_on_its_own_values_is_refused_with_the_line()
     with pytest.raises(ConfigError) as caught:
         to_sequential(BranchingAfterwards(), torch.randn(2, 4))
     pattern = (
-        r"BranchingAfterwards cannot be traced: \S+test_trace\.py:\d+ `if value\.sum\(\) > 0:`: it needs the values of "
-        r"tensors that the model computes \(.*\); move that code into a submodule, .* model\.layers=\[first,second\]"
+        r"BranchingAfterwards cannot be traced: \S+test_recordings\.py:\d+ `if value\.sum\(\) > 0:`: it needs the "
+        r"values of tensors that the model computes \(.*\); move that code into a submodule, .* "
+        r"model\.layers=\[first,second\]"
     )
     assert re.fullmatch(pattern, str(caught.value)), caught.value
 
@@ -62,7 +63,7 @@ def test_a_decision_on_the_input_is_checked_in_every_batch() -> None:
     assert sequence(torch.ones(3, 4)).shape == (3, 4)
     with pytest.raises(
         RuntimeError,
-        match=r"test_trace\.py:\d+ `if input\.sum\(\) > 0.*` went on with True .* now it is False",
+        match=r"test_recordings\.py:\d+ `if input\.sum\(\) > 0.*` went on with True .* now it is False",
     ):
         sequence(-torch.ones(3, 4))
 
