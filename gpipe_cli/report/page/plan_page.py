@@ -14,7 +14,8 @@ from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import ChartLine, Scale, chart_figure, draw_chart, shape
 from gpipe_cli.report.page.curves import CurvePoint
 from gpipe_cli.report.page.render import TimelineDrawing, render
-from gpipe_cli.report.page.run_facts import TimelineBar, TimelineFacts
+from gpipe_cli.report.page.run_facts import median_step
+from gpipe_cli.report.trace import IDEAL, trace_events
 
 Facts = Mapping[str, Any]
 CAUSES = {
@@ -34,13 +35,15 @@ def plan_page(summary: Facts, step: StepTimeline | None) -> str:
     """`step` is the best plan's; None if it has too many actions to draw."""
     best, candidates, curve = summary["best"], summary["candidates"], summary["memory_curve"]
     left_out_ms = best["predicted_ms"] - (1000 * step.seconds if step is not None else 0.0)
+    events = [] if step is None else trace_events([step], (), IDEAL)
+    timeline = None if step is None else median_step(events, IDEAL, step.bubble)
     return render(
         "plan.html",
         "Plan",
         verdict=_verdict(summary),
         figures=_figures(best, summary),
         chart=_chart(candidates),
-        timeline=None if step is None else TimelineDrawing({"predicted": _timeline(step)}),
+        timeline=None if timeline is None else TimelineDrawing({"predicted": timeline}),
         left_out_ms=left_out_ms if left_out_ms >= NOT_SHOWN * best["predicted_ms"] else None,
         best=best,
         causes=CAUSES,
@@ -145,18 +148,3 @@ def _memory_curve(curve: Sequence[Facts]) -> Markup:
     ]
     vertical = Scale.over([0.0, *bubbles], margin=0.06)
     return draw_chart("bubble", "bubble against memory", [line], across, vertical, caption, json.dumps(hover))
-
-
-def _timeline(step: StepTimeline) -> TimelineFacts:
-    bars = tuple(
-        TimelineBar(
-            span.label,
-            span.phase,
-            span.action.partition,
-            span.action.micro_batch,
-            1000 * span.begin,
-            1000 * (span.end - span.begin),
-        )
-        for span in step.spans
-    )
-    return TimelineFacts(bars, step.bubble)

@@ -192,7 +192,7 @@ def read_run(directory: Path) -> RunFacts:
     )
     result = summary or profile or check
     timeline = as_mapping(profile.get("timeline")) or files.json("timeline.json")
-    trace = files.json("trace.json")
+    events = as_rows(files.json("trace.json").get("traceEvents"))
     layers = as_rows(profile.get("layers")) or as_rows(files.json("layers.json").get("layers"))
     is_training = not profile and not check
     unit = "ms" if any("forward_ms" in row for row in layers) else "flops"
@@ -204,8 +204,8 @@ def read_run(directory: Path) -> RunFacts:
         layers=tuple(_layer_cost(row, unit) for row in layers),
         unit=unit,
         recorded_step=as_int(timeline.get("step"), 10**15),
-        measured=_median_step(trace, MEASURED, as_number(timeline.get("bubble"))),
-        ideal=_median_step(trace, IDEAL, as_number(timeline.get("ideal_bubble"))),
+        measured=median_step(events, MEASURED, as_number(timeline.get("bubble"))),
+        ideal=median_step(events, IDEAL, as_number(timeline.get("ideal_bubble"))),
         advice=tuple(map(as_text, as_list(timeline.get("advice")))),
         partitions=_partitions(launch, timeline, summary),
         device_memory=as_number(launch.get("device_memory")),
@@ -286,10 +286,12 @@ def _partition(place: Mapping[str, Any], measured: Mapping[str, Any]) -> Partiti
     )
 
 
-def _median_step(trace: Mapping[str, Any], process: int, bubble: float | None) -> TimelineFacts | None:
-    """The recorded step of median length; None if there is none, or none that can be drawn."""
+def median_step(
+    events: Sequence[Mapping[str, Any]], process: int, bubble: float | None
+) -> TimelineFacts | None:
+    """The step of median length among the events of a trace; None if there is none, or none that can be drawn."""
     steps: dict[int, list[TimelineBar]] = defaultdict(list)
-    for event in as_rows(trace.get("traceEvents")):
+    for event in events:
         if event.get("ph") == "X" and event.get("pid") == process and (bar := _bar(event)) is not None:
             steps[as_int(as_mapping(event.get("args")).get("step"), 10**9) or 0].append(bar)
     timelines = []
