@@ -21,6 +21,7 @@ WIDTH, ROWS = 64, 16
 REACHED = Efficiency(start_ms=0.0)
 """So that the expected times are one product or quotient each."""
 SLOW = DeviceSpec(flops=1e6, memory=1, bandwidth=1e30, link=1e30)
+FAST = replace(SLOW, flops=1e30)
 NARROW = DeviceSpec(flops=1e30, memory=1, bandwidth=1e6, link=1e6)
 PRODUCT_MS = 1000 * 2 * ROWS * WIDTH * WIDTH / (REACHED.matrix * 1e6)
 run_on = partial(DeviceRun, reached=REACHED)
@@ -35,33 +36,20 @@ def _forward(costs: LayerCosts, layer: int = 0) -> float:
     return costs.partition(layer, layer + 1).forward
 
 
-def test_a_layer_takes_its_arithmetic_where_that_is_slower() -> None:
+def test_a_layer_takes_its_arithmetic_its_traffic_or_its_launches_whichever_is_slowest() -> None:
     assert _forward(estimate_costs(_facts(), run_on(SLOW))) == pytest.approx(PRODUCT_MS)
-
-
-def test_a_layer_takes_its_traffic_where_that_is_slower() -> None:
-    costs = estimate_costs(_facts(), run_on(NARROW))
+    narrow = estimate_costs(_facts(), run_on(NARROW))
     activation, parameters = 4 * ROWS * WIDTH, 4 * (WIDTH * WIDTH + WIDTH)
-    assert _forward(costs) == pytest.approx(1000 * (2 * activation + parameters) / (REACHED.bandwidth * 1e6))
+    assert _forward(narrow) == pytest.approx(1000 * (2 * activation + parameters) / (REACHED.bandwidth * 1e6))
     transfer = REACHED.link_ms + 1000 * activation / (REACHED.link * 1e6)
-    assert costs.partition(0, 1).transfer == pytest.approx(transfer)
-
-
-def test_a_layer_takes_at_least_the_launches_of_its_kernels() -> None:
-    fast = replace(SLOW, flops=1e30)
-    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-    assert _forward(estimate_costs(_facts(block, nn.ReLU()), run_on(fast))) == pytest.approx(
-        3 * REACHED.launch_ms
-    )
+    assert narrow.partition(0, 1).transfer == pytest.approx(transfer)
+    block = _facts(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)), nn.ReLU())
+    assert _forward(estimate_costs(block, run_on(FAST))) == pytest.approx(3 * REACHED.launch_ms)
     # The host runs ahead while the device computes, so a slow kernel hides the launches of the others.
-    slow = estimate_costs(_facts(block, nn.ReLU()), run_on(SLOW))
-    assert _forward(slow) == pytest.approx(2 * PRODUCT_MS)
-
-
-def test_a_kernel_takes_a_moment_on_the_device_however_little_it_does() -> None:
-    reached = Efficiency(launch_ms=0.0, start_ms=0.5)
-    costs = estimate_costs(_facts(), run_on(replace(SLOW, flops=1e30), reached=reached))
-    assert _forward(costs) == pytest.approx(0.5)
+    assert _forward(estimate_costs(block, run_on(SLOW))) == pytest.approx(2 * PRODUCT_MS)
+    # A kernel takes a moment on the device however little it does.
+    start = run_on(FAST, reached=Efficiency(launch_ms=0.0, start_ms=0.5))
+    assert _forward(estimate_costs(_facts(), start)) == pytest.approx(0.5)
 
 
 def test_more_rows_take_longer_but_not_to_move_the_weights() -> None:

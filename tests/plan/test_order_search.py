@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +18,9 @@ from gpipe_cli.schedule.order_check import check_order
 from gpipe_cli.schedule.simulate import PartitionCost
 
 FIRST_ROWS = [row for row in ROWS if row.chunks == 3 * row.devices]
+SLOW_IF_LARGE = [row if row.devices == 8 else pytest.param(row, marks=pytest.mark.slow) for row in FIRST_ROWS]
+EQUAL_TIMES = PartitionCost(1, 2, input_grad=1, weight_grad=1)
+SPLIT_IS_SLOW = PartitionCost(2.0, 3.0, input_grad=2.0, weight_grad=2.0)
 
 
 @st.composite
@@ -29,22 +31,18 @@ def problems(draw: st.DrawFn) -> OrderProblem:
     if turns == 2 and devices > 1 and draw(st.booleans()):
         workers = v_shaped(devices)
     times = st.integers(1, 20).map(float)
-    costs = tuple(
-        PartitionCost(
-            draw(times),
-            0.0,
-            recompute=draw(times),
-            transfer=draw(times) / 4,
-            input_grad=draw(times),
-            weight_grad=draw(times),
-            saved_bytes=draw(st.integers(1, 5)),
-            input_bytes=1,
+
+    def cost() -> PartitionCost:
+        forward, input_grad, weight_grad = draw(times), draw(times), draw(times)
+        backward = (input_grad + weight_grad) * draw(st.sampled_from((0.6, 0.9, 1.0)))
+        saved = draw(st.integers(1, 5))
+        return PartitionCost(
+            *(forward, backward, draw(times), draw(times) / 4, saved, 1),
+            input_grad=input_grad,
+            weight_grad=weight_grad,
         )
-        for _ in workers
-    )
-    costs = tuple(
-        replace(cost, backward=sum(cost.split) * draw(st.sampled_from((0.6, 0.9, 1.0)))) for cost in costs
-    )
+
+    costs = tuple(cost() for _ in workers)
     stops = tuple(draw(st.sampled_from([0, chunks])) for _ in workers)
     memory = tuple(float(draw(st.integers(21, 60))) for _ in range(devices))
     cores = draw(st.sampled_from((None, 1, 2)))
@@ -73,11 +71,7 @@ def test_the_search_repeats_itself() -> None:
     assert search_orders(problem, 50_000) == search_orders(problem, 50_000)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [row if row.devices == 8 else cast(Row, pytest.param(row, marks=pytest.mark.slow)) for row in FIRST_ROWS],
-    ids=lambda row: row.model,
-)
+@pytest.mark.parametrize("row", SLOW_IF_LARGE, ids=lambda row: row.model)
 def test_with_the_memory_of_zb_2p_the_bubble_is_at_most_that_of_zb_2p(row: Row) -> None:
     result = search_orders(row.problem(memory=2.0), effort=max(60_000, 90 * row.devices * row.chunks))
     assert round(result.bubble, 4) <= ZB_2P[row.model]
@@ -90,30 +84,15 @@ def test_with_the_memory_of_1f1b_the_bubble_is_at_most_that_of_zb_1p(row: Row) -
     assert round(result.bubble, 4) <= row.bubbles[2]
 
 
-@pytest.mark.parametrize("devices", [8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
+@pytest.mark.parametrize("row", SLOW_IF_LARGE, ids=lambda row: row.model)
 def test_with_half_and_a_third_of_the_memory_the_bubble_is_at_most_that_of_v_half_and_v_min(
-    devices: int, name: str
-) -> None:
-    chunks = 3 * devices
-    kept, bubble = v_published(devices, chunks)[name]
-    costs = [PartitionCost(1, 2, input_grad=1, weight_grad=1)] * (2 * devices)
-    result = search_orders(v_problem(costs, devices, chunks, kept), effort=60_000)
-    assert result.bubble <= bubble
-
-
-@pytest.mark.parametrize("name", ["v_half", "v_min"])
-@pytest.mark.parametrize(
-    "row",
-    [row if row.devices == 8 else cast(Row, pytest.param(row, marks=pytest.mark.slow)) for row in FIRST_ROWS],
-    ids=lambda row: row.model,
-)
-def test_with_measured_times_the_bubble_is_at_most_that_of_the_orders_of_v_half_and_v_min(
     row: Row, name: str
 ) -> None:
-    kept, _ = v_published(row.devices, row.chunks)[name]
-    result = search_orders(row.v_problem(kept), effort=60_000)
-    assert result.bubble <= row.v_block_bubble(name)
+    kept, bubble = v_published(row.devices, row.chunks)[name]
+    equal = v_problem([EQUAL_TIMES] * (2 * row.devices), row.devices, row.chunks, kept)
+    assert search_orders(equal, effort=60_000).bubble <= bubble
+    assert search_orders(row.v_problem(kept), effort=60_000).bubble <= row.v_block_bubble(name)
 
 
 def test_workers_that_wait_for_each_other_reach_the_lower_bound_with_twice_the_memory() -> None:
@@ -139,18 +118,15 @@ def test_without_room_for_one_micro_batch_the_search_says_so() -> None:
 
 
 def test_only_the_last_backwards_are_split_if_halves_cost_more_than_the_whole() -> None:
-    cost = PartitionCost(2.0, 3.0, input_grad=2.0, weight_grad=2.0)
-    problem = OrderProblem((replace(cost, input_grad=0.0, weight_grad=3.0), cost), (0, 1), chunks=8)
+    first = replace(SPLIT_IS_SLOW, input_grad=0.0, weight_grad=3.0)
+    problem = OrderProblem((first, SPLIT_IS_SLOW), (0, 1), chunks=8)
     result = search_orders(problem, effort=5_000)
     split = [each.micro_batch for actions in result.order for each in actions if each.kind is Kind.INPUT_GRAD]
-    assert 0 < len(split) < 8
-    assert min(split) > 3
-    fixed = {name: problem.step_of(order(name, 2, 8, 2)) for name in ("1f1b", "zero_bubble")}
-    assert result.step < min(fixed.values())
+    assert 0 < len(split) < 8 and min(split) > 3
+    assert all(result.step < problem.step_of(order(name, 2, 8, 2)) for name in ("1f1b", "zero_bubble"))
 
 
 def test_a_simpler_order_is_kept_if_a_searched_one_gains_too_little() -> None:
-    cost = PartitionCost(2.0, 3.0, input_grad=2.0, weight_grad=2.0)
-    problem = OrderProblem((cost, cost), (0, 1), chunks=8)
+    problem = OrderProblem((SPLIT_IS_SLOW, SPLIT_IS_SLOW), (0, 1), chunks=8)
     assert search_orders(problem, effort=5_000).origin == "searched"
     assert search_orders(problem, effort=5_000, least_gain=0.2).origin == "1f1b"

@@ -50,10 +50,6 @@ def test_no_schedule_beats_its_busiest_partition(costs: list[PartitionCost], chu
     assert 0 <= simulation.bubble < 1
 
 
-def test_one_worker_alone_never_waits() -> None:
-    assert simulate(order("1f1b", 1, 4, 1), [PartitionCost(1, 2)]).bubble == 0
-
-
 @given(costs_of_partitions, st.integers(1, 8), st.integers(1, 3))
 def test_never_do_more_actions_run_than_there_are_cores(
     costs: list[PartitionCost], chunks: int, cores: int
@@ -66,14 +62,17 @@ def test_never_do_more_actions_run_than_there_are_cores(
     assert simulation.step >= busy / cores - 1e-9
 
 
-def test_one_core_runs_everything_one_after_the_other() -> None:
+def test_steps_of_small_pipelines_are_what_you_count_on_paper() -> None:
+    assert simulate(order("1f1b", 1, 4, 1), [PartitionCost(1, 2)]).bubble == 0
     costs = [PartitionCost(1, 2), PartitionCost(3, 4)]
     assert simulate(order("1f1b", 2, 4, 2), costs, cores=1).step == 4 * 10
-
-
-def test_transfers_delay_the_neighbour_only() -> None:
+    # A transfer delays the neighbor only.
     costs = [PartitionCost(1, 1, transfer=5), PartitionCost(1, 1)]
     assert simulate(order("gpipe", 2, 1, 2), costs).step == 1 + 5 + 1 + 1 + 5 + 1
+    # A split backward takes its parts, and halves where they are unknown.
+    orders = order("zero_bubble", 1, 3, 1)
+    assert simulate(orders, [PartitionCost(1, 4)]).step == 3 * 5
+    assert simulate(orders, [PartitionCost(1, 4, input_grad=1, weight_grad=5)]).step == 3 * 7
 
 
 def test_recomputation_hides_where_the_gradient_is_still_on_its_way() -> None:
@@ -85,10 +84,7 @@ def test_recomputation_hides_where_the_gradient_is_still_on_its_way() -> None:
     assert simulation.step == 7
     of_the_first = [(span.phase, span.begin, span.end) for span in simulation.spans if span.worker == 0]
     assert of_the_first == [("forward", 0, 1), ("recompute", 1, 2), ("backward", 5, 7)]
-
-
-def test_recomputation_keeps_a_core_from_others_only_while_it_runs() -> None:
-    costs = [PartitionCost(1, 2, recompute=1), PartitionCost(1, 2, recompute=1)]
+    # It keeps a core from others only while it runs.
     assert simulate(order("gpipe", 2, 3, 2), costs, checkpointed_counts=[3, 3], cores=1).step == 2 * 3 * 4
 
 
@@ -134,12 +130,6 @@ def test_an_order_that_cannot_be_run_is_refused() -> None:
     without_the_first = (tuple(action for action in whole[0] if action.kind is not Kind.FORWARD), whole[1])
     with pytest.raises(ValueError, match="cannot be run"):
         simulate(without_the_first, [PartitionCost(1, 1)] * 2)
-
-
-def test_a_split_backward_takes_its_parts_and_halves_where_they_are_unknown() -> None:
-    orders = order("zero_bubble", 1, 3, 1)
-    assert simulate(orders, [PartitionCost(1, 4)]).step == 3 * 5
-    assert simulate(orders, [PartitionCost(1, 4, input_grad=1, weight_grad=5)]).step == 3 * 7
 
 
 def test_only_the_partition_that_recomputes_takes_longer_and_keeps_less() -> None:
