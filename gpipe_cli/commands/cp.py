@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.commands.ls import topic_of
-from gpipe_cli.config.config_file import (
+from gpipe_cli.config.files import (
     LAUNCH_KEYS,
     OPTION,
     drop_removed_keys,
+    dump_mapping,
     is_saved,
+    load_mapping,
     recorded_words,
     saved_command,
 )
-from gpipe_cli.config.files import dump_mapping, load_mapping
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.keys import Option, chosen_options, list_options
 from gpipe_cli.config.schema import SCHEMAS, CpConfig

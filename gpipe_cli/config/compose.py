@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,8 +24,7 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
-from gpipe_cli.config.config_file import WORD, ConfigFile, primary_name, read_config_file
-from gpipe_cli.config.files import check_references
+from gpipe_cli.config.files import WORD, ConfigFile, check_references, primary_name, read_config_file
 from gpipe_cli.config.job import Job, Rank
 from gpipe_cli.config.keys import check_words, list_options
 from gpipe_cli.config.messages import config_errors
@@ -72,17 +71,16 @@ class _Composed:
     tree: DictConfig
     choices: Mapping[str, Any]
     words: tuple[str, ...]
-    file: ConfigFile | None
+    file: ConfigFile
     notes: tuple[str, ...]
 
 
 def compose(request: Request) -> Job:
     """Compose and check the only job of a command line, or one of a sweep."""
     composed = _compose(request)
-    file = composed.file
-    with nullcontext() if file is None else file.named_in_errors():
+    with composed.file.named_in_errors():
         settings = settings_of(composed.tree, request.command, request.words)
-    overrides = (*(() if file is None else file.words), *composed.words)
+    overrides = (*composed.file.words, *composed.words)
     _check_plan_keys(settings, overrides)
     note = overridden_epochs(settings, overrides)
     return Job(
@@ -168,14 +166,13 @@ def _compose(request: Request) -> _Composed:
     if packages := named_packages(request.words):
         plain.allow = list(dict.fromkeys([*plain.allow, *packages]))
         given = [*given, f"allow=[{','.join(plain.allow)}]"]
-    notes = (*(() if file is None else file.notes), *composing.notes)
-    return _Composed(plain, choices, tuple(given), file, notes)
+    return _Composed(plain, choices, tuple(given), file, (*file.notes, *composing.notes))
 
 
 @contextmanager
 def prepared(
     request: Request, config: HydraConf | None = None
-) -> Iterator[tuple[str, list[str], ConfigFile | None, Composing]]:
+) -> Iterator[tuple[str, list[str], ConfigFile, Composing]]:
     """Inside, Hydra composes the request from this primary configuration and these words.
 
     config: as for `search_path`.
@@ -188,8 +185,8 @@ def prepared(
     composing = Composing(None if request.config_dir is None else Path(request.config_dir), options)
     primary = request.config_name or command
     file = read_config_file(command, words, primary)
-    with search_path(command, composing, config), nullcontext() if file is None else file.named_in_errors():
-        if file is not None:
+    with search_path(command, composing, config), file.named_in_errors():
+        if file.path:
             primary = primary_name(file.path)
             node = OmegaConf.create(dict(file.primary))
             fit_components(node, file.path)
@@ -201,11 +198,13 @@ def prepared(
 def _model_name(composed: _Composed) -> str:
     """The option of the model, or the last part of its target."""
     choice = composed.choices.get("model")
-    saved = None if composed.file is None else composed.file.options.get("model")
     if choice not in (None, CUSTOM):
         return str(choice)
     tree: Any = OmegaConf.to_container(composed.tree)  # unresolved: a directory name must not reveal a secret
-    return saved or str((tree.get("model") or {}).get("_target_", "model")).rpartition(".")[2]
+    return (
+        composed.file.options.get("model")
+        or str((tree.get("model") or {}).get("_target_", "model")).rpartition(".")[2]
+    )
 
 
 def settings_of(tree: DictConfig, command: str, words: Sequence[str]) -> CommandConfig:

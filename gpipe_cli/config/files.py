@@ -2,34 +2,59 @@
 
 Files may be hostile. gpipe reads regular files of bounded size and nesting, without YAML aliases; a file chooses
 options of gpipe's own groups and sets keys, and it configures neither Hydra nor what code may run.
+
+config=FILE is a whole run as one file of keys, or the config.yaml of an earlier run. It becomes a primary configuration
+of Hydra, which begins with that of the command, chooses options and sets keys. Relative paths in it mean what they mean
+on the command line: they start in the current folder.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, final
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.config.schema import GROUPS, SCHEMAS
+from gpipe_cli.config.keys import check_option, chosen_options, groups_of, hint_for_unknown
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS
 from gpipe_cli.config.targets import MOVED, with_current_names
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.config.words import override_key
+from gpipe_cli.errors import ConfigError, did_you_mean
 from gpipe_cli.safe_files import UnsafeFile, read_regular
+from gpipe_cli.values import flatten
 
 MOST_BYTES = 64 * 1024
 MOST_REFERENCES = 24
 """A reference may name a text with references: if each names three, this many make a text 6,561 times as long."""
 DEEPEST = 32
+HYDRA_CURE = "no file may configure Hydra; give it on the command line"
 ALLOW_CURE = "may only be given on the command line, not in a file; add it there if you trust the code"
 _PACKAGE = re.compile(r"_global_(\.(?!hydra\b|allow\b)\w+)?")
 _DEFAULT = re.compile(r"(?:(?:override|optional) +)*/?(?P<group>[\w/]+)(?:@(?P<package>[\w.]+))?")
 _OPTION = re.compile(r"[\w.-]+(/[\w.-]+)*")
 _Events = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser where PyYAML was built with it
+WORD = "config="
+FORBIDDEN = {
+    "allow": ALLOW_CURE,
+    "hydra": HYDRA_CURE,
+    "defaults": "a file of keys has no list of defaults; choose an option by its group, as in model: resnet18",
+}
+RECIPES = "recipes"
+OPTION = "option"
+"""In the mapping of a group, the key that names the option."""
+LAUNCH_KEYS = ("allow", "resume", "reset_optimizer", "run_dir")
+"""Keys of one launch; another run does not take them over."""
+DIVISION = ("balance", "schedule", "engine", "plan")
+"""Groups that each command has its own default of: gpipe train balances by time, and gpipe plan searches."""
+_KEY = re.compile(r"\+?[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
 
 
 def load_yaml(path: Path, *, base: Path | None = None) -> DictConfig | ListConfig:
@@ -162,5 +187,207 @@ def _check_default(entry: Any, name: str) -> None:
 
 def _hydra_cure(key: Any) -> str:
     if re.search(r"\bhydra\b", str(key)):
-        return "no file may configure Hydra; give it on the command line"
+        return HYDRA_CURE
     return "a file may choose options of gpipe's groups and set keys; remove it"
+
+
+@final
+@dataclass(frozen=True)
+class ConfigFile:
+    """What config=FILE says; without the word it says nothing."""
+
+    path: str = ""
+    primary: Mapping[str, Any] = field(default_factory=dict)
+    """The configuration that Hydra composes in place of the command's."""
+    keys: tuple[str, ...] = ()
+    """Every key that it sets, and every group of which it chooses an option."""
+    words: tuple[str, ...] = ()
+    """What the file gives, as the words of a command line would; for that of a run, what the run was given."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """The options that the run chose; its config.yaml has only what they contain."""
+    recipe: Sequence[str] = ()
+    """The word that chooses its recipe: Hydra 1.4 takes no option with a slash in a list of defaults."""
+    notes: tuple[str, ...] = ()
+    """What the command does not take from the file, in lines for the user."""
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Let an error about one of its keys begin with the name of the file."""
+        try:
+            yield
+        except ConfigError as error:
+            message = str(error).replace(f" in {primary_name(self.path)}.yaml", "")
+            if not any(_is_about(message, key) for key in self.keys):
+                raise
+            raise ConfigError(f"{self.path}: {message}") from error
+
+
+def primary_name(path: str) -> str:
+    return f"config_{re.sub(r'[^A-Za-z0-9]', '_', path)}"
+
+
+def read_config_file(command: str, words: Sequence[str], primary: str) -> ConfigFile:
+    """The file that the words of a command line name; primary: the configuration that it begins with."""
+    names = [word.removeprefix(WORD) for word in words if word.startswith(WORD)]
+    if len(names) > 1:
+        raise ConfigError(f"config: given {len(names)} times ({', '.join(names)}); give one file")
+    if not names:
+        return ConfigFile()
+    (name,) = names
+    path = _existing(name)
+    plain, notes, options = load_mapping(path), [], {}
+    given: tuple[str, ...] | None = None
+    try:
+        if is_saved(plain):
+            drop_removed_keys(plain)
+            given = recorded_words(path.parent)
+            options = {
+                group: option.name for group, option in chosen_options(saved_command(plain), given).items()
+            }
+            plain, left_out = _of_run(plain, command, given)
+            if left_out:
+                notes.append(
+                    f"{name}: gpipe {command} leaves out what it does not use: {', '.join(left_out)}"
+                )
+        nested = _nested(plain)
+        if any(override_key(word) == "epochs" for word in words):
+            nested.pop("steps", None)  # it would override them
+        options_of_file, keys = _lifted(nested, command)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    words_of_file = (
+        *(f"{group}={option}" for group, option in options_of_file.items()),
+        *(f"{key}={value}" for key, value in flatten(keys)),
+    )
+    if given is None:
+        given = words_of_file
+    choices = [{f"override /{group}": name} for group, name in options_of_file.items() if group != RECIPES]
+    entries = [primary, *choices, "_self_"]
+    return ConfigFile(
+        name,
+        {"defaults": entries, **keys},
+        (*map(override_key, words_of_file), *(key for key in keys if key not in GROUPS)),
+        tuple(word for word in given if override_key(word).partition(".")[0] in {*plain, RECIPES}),
+        options,
+        [f"{RECIPES}={options_of_file[RECIPES]}"] if RECIPES in options_of_file else [],
+        tuple(notes),
+    )
+
+
+def recorded_words(run: Path) -> tuple[str, ...]:
+    """The options and keys that a run was started with, from its overrides.yaml; none if it has no such file."""
+    path = run / "overrides.yaml"
+    words = OmegaConf.to_container(load_yaml(path)) if path.is_file() else []
+    return tuple(word for word in words if isinstance(word, str)) if isinstance(words, list) else ()
+
+
+def is_saved(plain: Mapping[Any, Any]) -> bool:
+    """Whether it is the complete configuration of a run: `allow`, and every component with its `_target_`."""
+    components = [value for key, value in plain.items() if key in COMPONENT_GROUPS]
+    return (
+        "allow" in plain
+        and "model" in plain
+        and all(isinstance(component, dict) and "_target_" in component for component in components)
+    )
+
+
+def drop_removed_keys(saved: MutableMapping[Any, Any]) -> None:
+    """Remove what earlier versions saved and no command that reads it has any more."""
+    if isinstance(plan := saved.get("plan"), MutableMapping):
+        plan.pop("verify_budget", None)
+
+
+def saved_command(saved: Mapping[str, Any]) -> str:
+    """The command that saved it."""
+    return "profile" if "timeline" in saved else "train"
+
+
+def _of_run(saved: Mapping[str, Any], command: str, given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What the command takes of a saved configuration, and the keys that it does not have."""
+    source = saved_command(saved)
+    # The keys that mean the same to both commands are those of the classes that both derive from.
+    classes = set(SCHEMAS[source].__mro__) & set(SCHEMAS[command].__mro__)
+    shared = {each.name for cls in classes if is_dataclass(cls) for each in fields(cls)}
+    shared -= set(NO_EFFECT.get(command, ()))
+    if not issubclass(SCHEMAS[command], SCHEMAS[source]):
+        chosen = {override_key(word).partition(".")[0] for word in given}
+        shared -= {group for group in DIVISION if group not in chosen}
+    everywhere = {each.name for schema in SCHEMAS.values() for each in fields(schema)}
+    taken = {key: value for key, value in saved.items() if key in shared or key not in everywhere}
+    left_out = [key for key in saved if key in everywhere and key not in (*shared, *LAUNCH_KEYS)]
+    return {key: value for key, value in taken.items() if key not in LAUNCH_KEYS}, left_out
+
+
+def _nested(plain: Mapping[Any, Any]) -> dict[str, Any]:
+    """Put `optimizer.lr: 0.1` where `optimizer: {lr: 0.1}` would be, and `model: gpt` for `{model: {option: gpt}}`."""
+    nested: Any = OmegaConf.create({})
+    given: set[str] = set()
+    for key, value in plain.items():
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
+            raise ConfigError(f"{key!r} is not the name of a key")
+        path = key.removeprefix("+")
+        if path in (*GROUPS, "recipe") and not isinstance(value, dict):
+            path = f"{path}.{OPTION}"
+        paths = {name for name, _ in flatten({path: value})}
+        if twice := given & paths:
+            raise ConfigError(f"{min(twice)}: given twice")
+        given |= paths
+        OmegaConf.update(nested, path, value, merge=True, force_add=True)
+    container: Any = OmegaConf.to_container(nested)
+    return dict(container)
+
+
+def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], dict[str, Any]]:
+    """The option that the file chooses in each group, and the keys that it sets."""
+    options: dict[str, str] = {}
+    keys: dict[str, Any] = {}
+    for name, value in nested.items():
+        _check_name(name, command)
+        if name not in (*GROUPS, "recipe"):
+            keys[name] = value
+            continue
+        mapping = {str(key).removeprefix("+"): member for key, member in value.items()}
+        # Some options have a key `name`, as schedules do; it names the option only where nothing else does.
+        key = OPTION if {OPTION, "_target_"} & mapping.keys() or name == "schedule" else "name"
+        scale = mapping.pop("scale", None) if name == "recipe" else None
+        if key in mapping:
+            if name in GROUPS and name not in groups_of(command):
+                raise ConfigError(f"{name}: holds several keys; set one of them, as in {name}.<key>: ...")
+            option = mapping.pop(key)
+            check_option(name, option, f"{name}: {json.dumps(option)}")
+            folder = f"{scale}/" if scale not in (None, "full") else ""
+            options[RECIPES if name == "recipe" else name] = f"{folder}{option}"
+        for inner in mapping:
+            if not _KEY.fullmatch(inner) or name == "recipe":
+                raise ConfigError(f"{name}: {inner!r} is not the name of a key")
+        if mapping:
+            keys[name] = mapping
+    return options, keys
+
+
+def _check_name(name: str, command: str) -> None:
+    if name in FORBIDDEN:
+        raise ConfigError(f"{name}: {FORBIDDEN[name]}")
+    if name not in {each.name for each in fields(SCHEMAS[command])} | {"recipe"}:
+        raise ConfigError(f"unknown key '{name}'; {hint_for_unknown(name, command)}")
+
+
+def _existing(name: str) -> Path:
+    path = Path(name)
+    if not name or "\0" in name:
+        raise ConfigError("config: give config=<file>")
+    if path.is_dir():
+        saved = path / "config.yaml"
+        cure = f"give config={saved}" if saved.is_file() else "give a file in it"
+        raise ConfigError(f"config={name}: is a directory; {cure}")
+    if not path.exists():
+        siblings = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        suggestion = did_you_mean(path.name, sorted(siblings))
+        raise ConfigError(f"config={name}: no such file{f'; {suggestion}' if suggestion else ''}")
+    return path
+
+
+def _is_about(message: str, key: str) -> bool:
+    """Whether an error message begins with the key; that of an option is not about the keys below it."""
+    end = r"(?![\w.])" if key in GROUPS else r"(?!\w)"
+    return re.match(rf"(unknown key '|add allow=[^;]*; )?\+*{re.escape(key)}{end}", message) is not None
