@@ -200,7 +200,9 @@ def build_parts_in_ranks(
         shared = {"balance": partitioning.balance, "order": order_text(partitioning.spec)}
         world.from_rank_zero(shared)
     _check_ranks(settings, partitioning, world)
-    if parts.values is not None:
+    if (
+        parts.values is not None and is_rank()
+    ):  # an engine that keeps the model on disk reads the values itself
         _fill_own_layers(parts.model, partitioning, parts.values)
     return replace(parts, values=None)
 

@@ -56,7 +56,9 @@ def test_a_model_on_disk_is_never_whole_in_memory(
     )
     monkeypatch.setattr(saved_run, "read_weights", lambda *_: pytest.fail("a whole file was read"))
     words = [ALLOW, "engine=offload", "engine.to=disk", "engine.slices=3", "--json"]
-    summary = tiny("eval", "run=run", *words).json
+    answer = tiny("eval", "run=run", *words)
+    assert answer.code == 0, answer.err
+    summary = answer.json
     assert summary["top1"] == trained["top1"] and summary["loss"] == pytest.approx(trained["loss"], rel=1e-6)
     assert tiny("export", "run=run", "out=all.safetensors").code == 0
     words += ["data=synthetic", "data.shape=[3,8,8]", "data.length=64", "batch_size=20", "chunks=3"]
