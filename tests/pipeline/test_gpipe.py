@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,6 @@ from torch.nn import functional
 
 import gpipe_cli
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.microbatch import NoChunk
 from gpipe_cli.sequential import LayerSequence
 
 
@@ -231,43 +230,6 @@ def test_a_layer_may_not_hand_over_foreign_objects_or_no_tensor_at_all(balance: 
             pytest.raises(TypeError, match=f"expected Tensor, but {problem}"),
         ):
             pipe(torch.ones(1))
-
-
-class Outputs(NamedTuple):
-    scores: Tensor
-    extra: list[object]
-
-
-class Nested(nn.Module):
-    def forward(self, value: dict[str, Any]) -> Outputs:
-        scores = value["rows"] * value["scale"] + value["mask"]
-        return Outputs(scores, [{"twice": scores * 2}, value["name"], None])
-
-
-class Reads(nn.Module):
-    def forward(self, value: Outputs) -> Outputs:
-        assert isinstance(value, Outputs) and value.extra[1:] == ["n", None]
-        return Outputs(value.scores + value.extra[0]["twice"], value.extra)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_any_nesting_with_plain_passengers_enters_crosses_and_leaves(checkpoint: str) -> None:
-    rows, mask = torch.randn(6, 2, requires_grad=True), torch.randn(1, 2, requires_grad=True)
-
-    def value(mark: Any) -> dict[str, Any]:
-        return {"rows": rows, "mask": mark(mask), "scale": 3, "name": "n"}
-
-    model = nn.Sequential(Nested(), Reads(), Reads())
-    with GPipe(model, [1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
-        results = []
-        for each, mark in ((pipe, NoChunk), (model, lambda tensor: tensor)):
-            output = each(value(mark))
-            assert type(output) is Outputs and output.extra[1:] == ["n", None]
-            (output.scores.square().sum() + output.extra[0]["twice"].sum()).backward()
-            results.append([output.scores, output.extra[0]["twice"], rows.grad, mask.grad])
-            rows.grad = mask.grad = None
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs)
 
 
 def test_one_scalar_per_micro_batch_cannot_be_joined_but_can_be_the_loss_of_a_step() -> None:

@@ -108,7 +108,7 @@ def test_tensors_of_different_length_are_refused_where_torchgpipe_lost_a_row() -
         Batch((torch.ones(5), torch.ones(4)), "input")
 
 
-def test_what_cannot_be_split_is_named_with_its_path_and_the_cure() -> None:
+def test_what_cannot_be_split_is_named_with_its_path_and_the_hint() -> None:
     value = {"image": torch.ones(3, 2), "extra": [None, Masked(torch.ones(3), torch.tensor(1.0))]}
     with pytest.raises(
         TypeError, match=r"^input\['extra'\]\[1\]\[1\] .* without dimensions\. Pass NoChunk\(tensor\)"

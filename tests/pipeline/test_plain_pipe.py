@@ -92,42 +92,6 @@ def test_the_calling_thread_runs_every_layer_and_each_backward_before_the_next_f
     assert calls == [("forward", threading.main_thread()), ("backward", threading.main_thread())] * 2
 
 
-def test_the_key_alone_decides_every_random_number() -> None:
-    model = nn.Sequential(
-        nn.Linear(4, 8),
-        nn.Dropout(0.5),
-        nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True),
-        nn.AlphaDropout(0.2),
-        nn.RReLU(),
-    )
-    pipe = plain_pipe(model, chunks=3)
-    input, target = torch.randn(7, 5, 4), torch.randn(7, 5, 8)
-
-    def outputs(key: int) -> torch.Tensor:
-        return pipe.step(input, target, functional.mse_loss, key=key, return_output=True)[1]
-
-    assert torch.equal(outputs(1), outputs(1))
-    assert not torch.equal(outputs(1), outputs(2))
-
-
-def test_every_random_function_without_a_generator_of_its_own_is_keyed() -> None:
-    class Noise(nn.Module):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            shape = input.shape
-            noise = (
-                torch.randn(shape) + torch.rand(shape) + torch.randperm(shape[-1]) + torch.randint(5, shape)
-            )
-            noise = noise + torch.randn_like(input) + torch.rand_like(input) + torch.randint_like(input, 3)
-            return input + noise + torch.normal(0.0, 1.0, shape) + torch.bernoulli(torch.full(shape, 0.5))
-
-    pipe = plain_pipe(nn.Sequential(Noise()))
-    loss = [pipe.step(torch.ones(4, 4, requires_grad=True), torch.zeros(4, 4), functional.mse_loss, key=5)]
-    loss.append(
-        pipe.step(torch.ones(4, 4, requires_grad=True), torch.zeros(4, 4), functional.mse_loss, key=5)
-    )
-    assert torch.equal(*loss)
-
-
 def test_target_and_input_of_different_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must agree on the batch size \(target: 3, input: 4"):
         plain_pipe(nn.Sequential(nn.Identity())).step(torch.ones(4, 1), torch.ones(3, 1), functional.mse_loss)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gpipe_cli import GPipe, current_microbatch
+from gpipe_cli import GPipe
 from gpipe_cli.balance import balance_by_size, balance_by_time
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,33 +36,3 @@ def test_numbered_devices_are_an_error_on_a_machine_without_them() -> None:
     """They became CPU workers in silence."""
     with pytest.raises((ValueError, IndexError, RuntimeError), match="4"):
         GPipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1], devices=[4, 5])
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-@pytest.mark.parametrize("call", ["step", "backward"])
-def test_a_skip_through_a_dictionary_is_an_error_that_names_the_layer_where_it_is_recomputed(
-    checkpoint: str, call: str
-) -> None:
-    """A bare KeyError: MicroBatch(...) came, though the documentation promised better."""
-    skips: dict[object, Tensor] = {}
-
-    class First(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            skips[current_microbatch()] = input
-            return input * 1
-
-    class Last(nn.Module):
-        def forward(self, input: Tensor) -> Tensor:
-            return input + skips.pop(current_microbatch())
-
-    model = nn.Sequential(nn.Linear(2, 2), First(), nn.Linear(2, 2), Last())
-    with GPipe(model, [2, 2], chunks=2, checkpoint=checkpoint) as pipe:
-        pipe.step_timeout = 20
-        with pytest.raises(Exception) as caught:
-            if call == "step":
-                pipe.step(torch.ones(4, 2), torch.ones(4, 2), nn.functional.mse_loss)
-            else:
-                pipe(torch.ones(4, 2)).sum().backward()
-    words = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "'3'" in words or "Last" in words
-    assert "@skippable" in words
