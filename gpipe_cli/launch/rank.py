@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpipe_cli.errors import PeerError, Stopped, exit_code
+from gpipe_cli.errors import PeerError, exit_code
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
@@ -47,6 +47,12 @@ def leave_reason(line: str, *, of_another: bool) -> None:
     Path(path).write_text(json.dumps({"message": shown}), encoding="utf-8")
 
 
+def exit_report(error: BaseException) -> ExitReport:
+    """The report of a rank that ends with this error now."""
+    message = "" if isinstance(error, KeyboardInterrupt) else redacted(describe(error))
+    return ExitReport(exit_code(error), message, isinstance(error, PeerError), time.monotonic())
+
+
 def run_rank(folder: str, run_task: Callable[[RankFiles, RankTask], Mapping[str, Any]]) -> NoReturn:
     """Run the task of the launcher's folder in this process, report how that went, and exit.
 
@@ -60,16 +66,11 @@ def run_rank(folder: str, run_task: Callable[[RankFiles, RankTask], Mapping[str,
         redirect_streams(files.output(rank), files.folder)
     try:
         report = ExitReport(0, summary=dict(run_task(files, task)), time=time.monotonic())
-    except (Stopped, KeyboardInterrupt) as error:
-        message = redacted(describe(error)) if isinstance(error, Stopped) else ""
-        report = ExitReport(exit_code(error), message, time=time.monotonic())
     except BaseException as error:  # noqa: BLE001 - a layer may raise anything; the launcher reports it
         # Before the traceback is formatted: the launcher names the rank whose error came first.
-        failed_at = time.monotonic()
-        if rank:  # its stderr is a log
+        report = exit_report(error)
+        if rank and not report.is_clean:  # its stderr is a log
             sys.stderr.write(redacted("".join(traceback.format_exception(error))))
-        message, caused_by_peer = redacted(describe(error)), isinstance(error, PeerError)
-        report = ExitReport(exit_code(error), message, caused_by_peer, failed_at)
     # Before the process ends: the launcher reads it as soon as the kernel reports the death.
     files.write_exit_report(rank, report)
     sys.stdout.flush()

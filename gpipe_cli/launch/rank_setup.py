@@ -21,10 +21,9 @@ from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.accelerator.streams import set_current_device
 from gpipe_cli.distributed.groups import backends_for, setup_process_groups
 from gpipe_cli.distributed.world import World
-from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code
-from gpipe_cli.launch.rank import is_rank
+from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped
+from gpipe_cli.launch.rank import exit_report, is_rank
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
-from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 
 if TYPE_CHECKING:  # most processes are no rank of torchrun's, and need no monitor
@@ -136,9 +135,7 @@ def _reports(files: RankFiles | None, step_timeout: float | None) -> Iterator[St
         try:
             yield store
         except BaseException as error:
-            message = redacted(describe(error))
-            report = ExitReport(exit_code(error), message, isinstance(error, PeerError), time.monotonic())
-            monitor.files.write_exit_report(rank, report)
+            monitor.files.write_exit_report(rank, exit_report(error))
             raise
         monitor.files.write_exit_report(rank, ExitReport(0, time=time.monotonic()))
     finally:
@@ -169,8 +166,7 @@ def _root_cause(lost: PeerError) -> GpipeError:
     monitor = _connected[0].monitor if _connected else None
     if monitor is None:
         return lost
-    report = ExitReport(lost.exit_code, redacted(str(lost)), caused_by_peer=True, time=time.monotonic())
-    monitor.files.write_exit_report(int(os.environ["RANK"]), report)
+    monitor.files.write_exit_report(int(os.environ["RANK"]), exit_report(lost))
     return monitor.verdict() or lost
 
 
