@@ -36,10 +36,7 @@ def test_uniform_spreads_layers_as_evenly_as_possible(layers: int, data: st.Data
     balance = uniform.balance(layers, partitions).layers
     assert len(balance) == partitions and sum(balance) == layers
     assert max(balance) - min(balance) <= 1 and min(balance) >= 1
-
-
-def test_uniform_gives_the_remainder_to_the_first_partitions() -> None:
-    assert uniform.balance(11, 4).layers == [3, 3, 3, 2]
+    assert balance == sorted(balance, reverse=True), "the first partitions have the remainder"
 
 
 def test_params_makes_the_largest_partition_as_small_as_possible() -> None:
@@ -120,3 +117,15 @@ def test_a_keyword_of_the_other_method_is_refused_with_what_to_do(
 def test_a_missing_device_is_refused(balance_by: Callable[..., list[int]]) -> None:
     with pytest.raises(IndexError, match="device 99 does not exist"):
         balance_by(2, model(), SAMPLE, device=99)
+
+
+@BOTH
+def test_more_partitions_than_layers_and_gradients_already_there_are_refused(
+    balance_by: Callable[..., list[int]],
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"layers: 1, partitions: 2"):
+        balance_by(model, SAMPLE, partitions=2)
+    model(SAMPLE).sum().backward()
+    with pytest.raises(ValueError, match="some parameter already has gradient"):
+        balance_by(model, SAMPLE, partitions=1)

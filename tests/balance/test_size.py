@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
@@ -33,15 +32,6 @@ def test_chunks_divide_the_sample_and_param_scale_multiplies_parameters() -> Non
     assert balance_by_size(module, sample, partitions=2, chunks=1, param_scale=0.0) == [2, 2]
     # 64 rows of 32 numbers are 8 KiB a layer, the parameters 4 KiB times 100.
     assert balance_by_size(module, sample, partitions=2, chunks=16, param_scale=100.0) == [1, 3]
-
-
-def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"layers: 1, partitions: 2"):
-        balance_by_size(model, torch.rand(4, 2), partitions=2)
-    model(torch.rand(4, 2)).sum().backward()
-    with pytest.raises(ValueError, match="some parameter already has gradient"):
-        balance_by_size(model, torch.rand(4, 2), partitions=1)
 
 
 def test_what_counts_is_the_memory_of_live_micro_batches() -> None:

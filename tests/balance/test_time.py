@@ -147,15 +147,6 @@ def test_another_way_to_measure_is_refused() -> None:
         by_time(widths(8, 8, 8), Sample(torch.ones(2, 8)), 2, measure="once")
 
 
-def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"layers: 1, partitions: 2"):
-        balance_by_time(model, torch.rand(4, 2), partitions=2, timeout=0)
-    model(torch.rand(4, 2)).sum().backward()
-    with pytest.raises(ValueError, match="some parameter already has gradient"):
-        balance_by_time(model, torch.rand(4, 2), partitions=1, timeout=0)
-
-
 def test_keyword_arguments_are_a_sample() -> None:
     task = make("keyword_arguments", 4)
     assert sum(balance_by_time(task.model, task.input, partitions=3, timeout=0)) == len(task.model)

@@ -124,19 +124,15 @@ def test_loading_into_a_copy_leaves_the_first_alone(sequence: LayerSequence) -> 
 @pytest.mark.parametrize("assign", [True, False])
 def test_weights_go_from_the_original_to_the_sequence_and_back(sequence: LayerSequence, assign: bool) -> None:
     other = Original().eval()
-    sequence.eval().load_state_dict(other.state_dict(), assign=assign)
+    state = other.state_dict()
+    names = list(state)
+    sequence.eval().load_state_dict(state, assign=assign)
+    assert list(state) == names, "loading leaves the given state_dict alone"
     input = torch.randn(3, 4)
     assert torch.equal(sequence(input), other(input))
     third = Original().eval()
     third.load_state_dict(sequence.state_dict(), assign=assign)
     assert torch.equal(third(input), other(input))
-
-
-def test_loading_leaves_the_given_state_dict_alone(sequence: LayerSequence, original: Original) -> None:
-    state = original.state_dict()
-    names = list(state)
-    sequence.load_state_dict(state)
-    assert list(state) == names
 
 
 def test_missing_unexpected_and_misshapen_are_reported_by_their_original_names(
@@ -214,16 +210,6 @@ def test_one_module_in_two_layers_has_one_name() -> None:
     assert torch.equal(sequence(torch.randn(2, 4)), torch.ones(2, 4))
 
 
-def test_original_names_that_look_like_layer_keys_are_told_apart() -> None:
-    layers = [nn.Linear(1, 1, bias=False) for _ in range(12)]
-    original = nn.Sequential(*reversed(layers))
-    sequence = LayerSequence(layers, paths=[str(11 - index) for index in range(12)], original=original)
-    values = {f"{index}.weight": torch.full((1, 1), float(index)) for index in range(12)}
-    sequence.load_state_dict(values)
-    assert same_members(sequence.state_dict().items(), values.items())
-    assert same_members(original.state_dict().items(), values.items())
-
-
 def test_a_plain_list_of_layers_has_the_names_of_nn_sequential() -> None:
     layers = [nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)]
     assert_same_names_and_values(LayerSequence(layers), nn.Sequential(*layers))
@@ -276,7 +262,7 @@ Tree = dict[str, "Tree"] | None
 trees = st.recursive(
     st.none(),
     lambda children: st.dictionaries(
-        st.sampled_from(["a", "b", "0", "1", "2"]), children, min_size=1, max_size=4
+        st.sampled_from(["a", "b", "0", "1", "2", "10"]), children, min_size=1, max_size=4
     ),
     max_leaves=8,
 )
@@ -294,7 +280,7 @@ def build_module(tree: Tree) -> nn.Module:
 @settings(max_examples=60)
 @given(tree=trees, seed=st.integers(0, 1000))
 def test_any_tree_cut_at_its_leaves_in_any_order_keeps_its_names(tree: Tree, seed: int) -> None:
-    original = build_module({"root": tree})
+    original = build_module(tree or {"0": None})  # names that look like layer keys, too
     leaves = [(path, part) for path, part in original.named_modules() if isinstance(part, nn.BatchNorm1d)]
     random.Random(seed).shuffle(leaves)
     sequence = LayerSequence(

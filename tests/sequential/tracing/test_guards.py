@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,10 @@ def draw_with_numpy(_model: Model, _ids: Tensor, hidden: Tensor) -> Tensor:
     return hidden if np.random.rand() < 2 else hidden * 2
 
 
+def draw_with_python(_model: Model, _ids: Tensor, hidden: Tensor) -> Tensor:
+    return hidden if random.random() < 2 else hidden * 2
+
+
 def disable_gradients(model: Model, _ids: Tensor, hidden: Tensor) -> Any:
     with torch.no_grad():
         return model.second(hidden)
@@ -63,6 +68,7 @@ def disable_gradients(model: Model, _ids: Tensor, hidden: Tensor) -> Any:
         (ask_for_gradients, r"test_guards\.py:\d+ .*: it asks whether a computed tensor requires gradients"),
         (use_numpy, r"test_guards\.py:\d+ .*: it computes with values of tensors outside torch"),
         (draw_with_numpy, "it draws from Python's random or NumPy's"),
+        (draw_with_python, "it draws from Python's random or NumPy's"),
         (disable_gradients, r"test_guards\.py:\d+ `return model\.second\(hidden\)`: it calls modules"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from typing import Any
 
@@ -117,20 +116,6 @@ def test_random_numbers_are_drawn_again_in_every_step() -> None:
     torch.manual_seed(1)
     assert all(map(torch.equal, [sequence(input), sequence(input)], expected))
     assert not torch.equal(*expected)
-
-
-class Lottery(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-
-    def forward(self, input: Tensor) -> Any:
-        return self.inner(input) * (1 if random.random() < 2 else 0)
-
-
-def test_numbers_drawn_from_pythons_generator_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"Lottery cannot be traced: .*: it draws from Python's random"):
-        to_sequential(Lottery(), torch.randn(2, 4))
 
 
 class Attending(nn.Module):
