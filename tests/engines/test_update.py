@@ -143,3 +143,22 @@ def test_scaled_gradients_are_unscaled_before_they_are_clipped() -> None:
     facts = apply(updating, loss=1.0, lr=1.0)
     assert facts.grad_norm == pytest.approx(5.0)
     torch.testing.assert_close(only.detach(), torch.tensor([1 - 0.6, 1 - 0.8]))
+
+
+def test_a_fused_optimizer_skips_an_update_like_any_other() -> None:
+    """The scaler of torch tells it of an overflow; here it is not called at all."""
+    results = []
+    for fused in (False, True):
+        (only,) = parameters([1.0, 2.0])
+        model = EngineParameters(nn.ParameterList([only]), partial(torch.optim.AdamW, lr=0.1, fused=fused))
+        updating = Update(
+            model, clip_grad_norm=None, scale_loss=True, device=CPU, collectives=SingleProcess(CPU)
+        )
+        skipped = []
+        for step in range(4):
+            only.grad = torch.tensor([1.0, 2.0] if step % 2 else [math.inf, 1.0])
+            skipped.append(apply(updating, loss=1.0, lr=0.1).skipped)
+        assert skipped == [True, False, True, False]
+        results.append((only.detach(), model.state(()).optimizer["0/step"]))
+    torch.testing.assert_close(results[1][0], results[0][0])
+    assert results[0][1] == results[1][1] == 2
