@@ -31,9 +31,9 @@ KINDS = {
 }
 """The keys of each kind of script, besides those of `gpipe train`."""
 OWN_KEYS = tuple(dict.fromkeys(("kind", *KINDS["slurm"], *KINDS["torchrun"])))
-SHORTEST_JOB = 300
+MIN_JOB_SECONDS = 300
 """Seconds of the shortest Slurm job: gpipe needs some of them to save and stop."""
-LARGEST_MARGIN, SMALLEST_MARGIN = 600, 60
+MAX_MARGIN, MIN_MARGIN = 600, 60
 """Seconds before the end of a Slurm job at which gpipe stops."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
@@ -57,7 +57,7 @@ def run(settings: LaunchScriptConfig, job: Job) -> Summary:
         train_words.insert(0, "engine=processes")
     if kind == "slurm":
         seconds = int(parse_duration(str(settings.time_limit)) or 0)
-        margin = max(SMALLEST_MARGIN, min(LARGEST_MARGIN, seconds // 10))
+        margin = max(MIN_MARGIN, min(MAX_MARGIN, seconds // 10))
         train_words = [*without_keys(train_words, ("time_limit",)), f"time_limit={seconds - margin}s"]
         options = _slurm_options(name, machines, settings, seconds, margin // 2)
         comments.append(
@@ -118,7 +118,7 @@ def _problems(settings: LaunchScriptConfig) -> Iterator[str]:
         yield f"hosts={hosts}: names a host twice; give ranks_per_node for several ranks on one"
     if settings.run_dir is None:
         yield "run_dir: give run_dir=<directory>, on a disk that all machines share"
-    if by_slurm and (parse_duration(settings.time_limit or "") or 0) < SHORTEST_JOB:
+    if by_slurm and (parse_duration(settings.time_limit or "") or 0) < MIN_JOB_SECONDS:
         yield "time_limit: give the time limit of the Slurm job, at least 5m: time_limit=4h"
 
 

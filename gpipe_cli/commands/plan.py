@@ -43,7 +43,7 @@ OWN_KEYS = ("plan", "device", "devices", "verify", "top", "device_memory", "tens
 PLANNED_KEYS = ("chunks", "schedule", "checkpoint", "partitions")
 ON_PAGE = 24
 """How many plans a page compares."""
-LARGEST_PICTURE = 16
+MAX_PICTURE = 16
 """Partitions; a picture with more is unreadable."""
 
 
@@ -108,7 +108,7 @@ def _step(best: Prediction, planned: Planned) -> StepTimeline | None:
     """The best plan's, unless a picture of it would be unreadable."""
     if best.engine == OFFLOAD:
         return None
-    if best.shape.actions > MOST_ACTIONS or best.shape.partitions > LARGEST_PICTURE:
+    if best.shape.actions > MOST_ACTIONS or best.shape.partitions > MAX_PICTURE:
         return None
     spec = best.shape.spec(planned.cores)
     return StepTimeline.simulated(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))

@@ -24,7 +24,7 @@ from gpipe_cli.training.signals import StopNow
 COLUMNS = ("run", "state", "step", "last", "best", "age", "size", "note")
 OPTIONAL = ("note", "size", "age", "best")
 REFRESH_SECONDS = 2.0
-LONGEST_NOTE = 60
+MAX_NOTE = 60
 AGE_UNITS = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
 
 
@@ -91,7 +91,7 @@ def _cells(row: RunRow, root: Path, now: float) -> tuple[str, ...]:
         best,
         _age(now - row.changed),
         format_value("bytes", row.bytes),
-        shorten(one_line(row.note), LONGEST_NOTE, placeholder="..."),
+        shorten(one_line(row.note), MAX_NOTE, placeholder="..."),
     )
 
 

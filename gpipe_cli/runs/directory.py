@@ -42,12 +42,12 @@ def check_run_dir(run_dir: str | None) -> None:
     path = planned_run_directory(run_dir)
     try:
         if run_dir is not None and path.is_dir() and {entry.name for entry in path.iterdir()} - {*LEFTOVERS}:
-            cure = (
+            hint = (
                 f"resume={path} continues the run in it, or choose another one"
                 if has_settings(path)
                 else "choose another one, or remove it"
             )
-            raise ConfigError(f"run_dir={path}: the directory exists and is not empty; {cure}")
+            raise ConfigError(f"run_dir={path}: the directory exists and is not empty; {hint}")
         # The directory need not exist yet: its nearest existing ancestor decides whether it can be created.
         existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     except OSError as error:  # a name that is too long, a folder without read permission

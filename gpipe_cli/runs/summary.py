@@ -20,7 +20,7 @@ from gpipe_cli.report.model_tables import print_measured_memory
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.runs.directory import write_json, write_text
-from gpipe_cli.runs.reader import RunReader, as_int
+from gpipe_cli.runs.reader import MAX_STEPS, RunReader, as_int
 from gpipe_cli.runs.resume import longer_line
 from gpipe_cli.runs.snapshots.manifest import snapshot_paths
 from gpipe_cli.runs.snapshots.record import TrainingRecord
@@ -29,9 +29,7 @@ from gpipe_cli.training.loop import EvalResult, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 SUMMARY, PAGE = "summary.json", "report.html"
-LARGEST_EPOCH = 10**9
-LARGEST_SUMMARY = 2**20
-"""Bytes."""
+MAX_SUMMARY_BYTES = 2**20
 
 
 def summarize(
@@ -72,8 +70,8 @@ def finished_summary(
     before = _read_summary(directory)
     may_differ = ("run_dir", "command")
     if all(before.get(key) == value for key, value in summary.items() if key not in may_differ):
-        cure = f" early ({stopped_early}); raise early_stop.patience to continue" if stopped_early else ""
-        sys.stderr.write(f"{directory}: the run has finished{cure}; gpipe changed nothing\n")
+        hint = f" early ({stopped_early}); raise early_stop.patience to continue" if stopped_early else ""
+        sys.stderr.write(f"{directory}: the run has finished{hint}; gpipe changed nothing\n")
         return before
     write_summary(directory, summary)
     return summary
@@ -114,7 +112,7 @@ def print_summary(summary: Summary, settings: TrainConfig) -> None:
     longer = f"epochs={2 * settings.epochs}" if settings.steps is None else f"steps={2 * settings.steps}"
     if "stopped_early" in summary:
         longer = f"early_stop.patience={2 * (settings.early_stop.patience or 1)}"
-    steps = as_int(summary.get("steps"), LARGEST_EPOCH) or 1
+    steps = as_int(summary.get("steps"), MAX_STEPS) or 1
     lr = None if "stopped_early" in summary else longer_line(settings, steps, 2 * steps)
     next_commands = {
         "evaluate": shlex.join(["gpipe", "eval", text_word("run", run), *allow]),
@@ -172,7 +170,7 @@ def _stopped(request: StopRequested, how: str, directory: Path, settings: TrainC
 def _read_summary(run: Path) -> Summary:
     """Read summary.json; empty if it is damaged, or missing because the run ended before it was written."""
     try:
-        content = parse_json(read_regular(run / SUMMARY, LARGEST_SUMMARY, base=run))
+        content = parse_json(read_regular(run / SUMMARY, MAX_SUMMARY_BYTES, base=run))
     except (FileNotFoundError, ValueError):
         return {}
     except OSError as error:
