@@ -23,7 +23,7 @@ from gpipe_cli.errors import ResourceError
 PREFIX = "gpipe-"
 LOCK = "owner.lock"
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
-LONGEST_TICK = 1.0
+MAX_TICK = 1.0
 """The most seconds one tick adds to the clock: after a longer gap this process itself was suspended (Ctrl-Z)."""
 
 
@@ -37,7 +37,7 @@ class AwakeClock:
 
     def tick(self) -> float:
         now = time.monotonic()
-        self.seconds += min(now - self._ticked_at, LONGEST_TICK)
+        self.seconds += min(now - self._ticked_at, MAX_TICK)
         self._ticked_at = now
         return self.seconds
 

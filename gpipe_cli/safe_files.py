@@ -21,7 +21,7 @@ from gpipe_cli.errors import ResourceError, RunError
 
 DEEPEST = 32
 """Levels of nesting in JSON; nothing that gpipe writes has ten."""
-MOST_DIGITS = 40
+MAX_DIGITS = 40
 """Digits of a whole number in JSON."""
 KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -160,7 +160,7 @@ def _children(value: Any) -> Any:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > MOST_DIGITS:
+    if len(digits) > MAX_DIGITS:
         raise ValueError(f"it has a number of {len(digits)} digits")
     return int(digits)
 
@@ -168,5 +168,5 @@ def _whole(digits: str) -> int:
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"it has the number {text[:MOST_DIGITS]}, which is too large")
+        raise ValueError(f"it has the number {text[:MAX_DIGITS]}, which is too large")
     return number

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from rich.ansi import AnsiDecoder
 from rich.console import Console
 
-from gpipe_cli.report.page.run_facts import TimelineFacts, read_run
+from gpipe_cli.report.page.run_record import TimelineRecord, read_run
 from make_docs.__main__ import DOCS
 from make_docs.svg import box, label, legend, svg_file
 
@@ -68,7 +68,7 @@ def draw_timeline(run: Path) -> str:
     return svg_file(WIDTH, block * len(steps), "A training step, " + "; ".join(titles.values()), elements)
 
 
-def _step(title: str, step: TimelineFacts, scale: float, top: float) -> Iterator[Markup]:
+def _step(title: str, step: TimelineRecord, scale: float, top: float) -> Iterator[Markup]:
     yield label(title, LEFT, top + 15, "strong")
     for partition in range(step.partitions):
         y = top + TOP + ROW * partition

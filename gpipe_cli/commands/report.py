@@ -12,7 +12,7 @@ from gpipe_cli.config.schema import ReportConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.render import PAGE, check_replaceable, render_page
-from gpipe_cli.report.page.run_facts import read_run
+from gpipe_cli.report.page.run_record import read_run
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.runs.directory import write_text
 

@@ -141,13 +141,13 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
     return interpolate(images, size=(height, width), mode="bilinear", antialias=True)
 
 
-def find_file(root: str | Path, folder: str, name: str, cure: str) -> Path:
-    """Return the path of the file or of its .gz version; `cure` ends the error message if both are missing."""
+def find_file(root: str | Path, folder: str, name: str, hint: str) -> Path:
+    """Return the path of the file or of its .gz version; `hint` ends the error message if both are missing."""
     path = Path(root) / folder / name
     for candidate in (path, path.with_name(name + ".gz")):
         if os.path.exists(candidate):  # noqa: PTH110 - unlike Path.exists, False without permission
             return candidate
-    raise DataError(f"data.root={root}: {path} is missing; {cure}")
+    raise DataError(f"data.root={root}: {path} is missing; {hint}")
 
 
 def read_bytes(path: Path, limit: int) -> bytearray:

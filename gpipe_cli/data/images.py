@@ -100,10 +100,10 @@ def build_cifar(name: str, root: str = "data", size: int | None = None) -> Data:
 
 
 def _read_cifar(variant: _Cifar, root: str, names: tuple[str, ...], size: int | None) -> ImageSamples:
-    cure = f"unpack {variant.archive} from https://www.cs.toronto.edu/~kriz/cifar.html into {root}"
+    hint = f"unpack {variant.archive} from https://www.cs.toronto.edu/~kriz/cifar.html into {root}"
     if pickled := sorted(Path(root).glob(variant.archive.replace("binary.tar.gz", "*py*"))):
-        cure = f"{pickled[0]} is pickled and can run code, so gpipe does not read it; {cure}"
-    paths = [find_file(root, variant.folder, name, cure) for name in names]
+        hint = f"{pickled[0]} is pickled and can run code, so gpipe does not read it; {hint}"
+    paths = [find_file(root, variant.folder, name, hint) for name in names]
     records = torch.cat([_cifar_records(path, variant) for path in paths])
     images = records[:, variant.labels :].reshape(-1, *_CIFAR_SHAPE)
     return ImageSamples(images, records[:, variant.labels - 1], size=size)
@@ -140,9 +140,9 @@ def build_mnist(root: str = "data", size: int | None = None, channels: int = 3) 
 
 
 def _read_mnist(root: str, split: str, size: int | None, channels: int) -> ImageSamples:
-    cure = f"put the four files of MNIST, compressed or not, into {Path(root) / _MNIST_FOLDER}"
-    images_path = find_file(root, _MNIST_FOLDER, f"{split}-images-idx3-ubyte", cure)
-    labels_path = find_file(root, _MNIST_FOLDER, f"{split}-labels-idx1-ubyte", cure)
+    hint = f"put the four files of MNIST, compressed or not, into {Path(root) / _MNIST_FOLDER}"
+    images_path = find_file(root, _MNIST_FOLDER, f"{split}-images-idx3-ubyte", hint)
+    labels_path = find_file(root, _MNIST_FOLDER, f"{split}-labels-idx1-ubyte", hint)
     images, labels = read_idx(images_path, dimensions=3), read_idx(labels_path, dimensions=1)
     if len(images) != len(labels):
         raise DataError(f"{labels_path}: {len(labels)} labels for {len(images)} images in {images_path.name}")

@@ -127,13 +127,13 @@ def check_shapes(loss: str, expected: str, output: Any, target: Tensor, *, fits:
     """Raise unless output and target fit the loss, before torch fails or, worse, broadcasts."""
     if fits:
         return
-    given, cure = f"type {type(output).__name__}", f"{_ONE_TENSOR}, or "
+    given, hint = f"type {type(output).__name__}", f"{_ONE_TENSOR}, or "
     if isinstance(output, Tensor):
         given = f"shape {list(output.shape)}"
         # A model that predicts tokens may compute other positions than the last one only if it receives targets.
-        cure = cure if output.ndim == target.ndim + 1 == 3 else ""
+        hint = hint if output.ndim == target.ndim + 1 == 3 else ""
     raise DataError(
-        f"loss={loss}: expects {expected}, got an output of {given} and targets of shape {list(target.shape)}; {cure}"
+        f"loss={loss}: expects {expected}, got an output of {given} and targets of shape {list(target.shape)}; {hint}"
         "choose another loss, see `gpipe ls losses`"
     )
 

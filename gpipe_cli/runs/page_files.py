@@ -42,7 +42,7 @@ from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.predictions import png_uri
 from gpipe_cli.report.page.render import PAGE, render_page
-from gpipe_cli.report.page.run_facts import read_run
+from gpipe_cli.report.page.run_record import read_run
 from gpipe_cli.report.trace import trace_json
 from gpipe_cli.runs.directory import write_json, write_text
 from gpipe_cli.sequential import layer_class, layer_names

@@ -89,7 +89,7 @@ def write_report(run: Path) -> None:
     """Write report.html when a run ends; only warn if that fails, because the results are already saved."""
     # Late: `gpipe train` starts in less time without it.
     from gpipe_cli.report.page.render import render_page
-    from gpipe_cli.report.page.run_facts import read_run
+    from gpipe_cli.report.page.run_record import read_run
 
     try:
         write_text(run / PAGE, render_page([read_run(run)]))

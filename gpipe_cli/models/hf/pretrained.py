@@ -164,14 +164,14 @@ def check_input_shape(task: str, path: str, input_shape: tuple[int, ...]) -> Non
     takes_images = task == "image_classification"
     if len(input_shape) == (3 if takes_images else 1):
         return
-    kind, cure = (
+    kind, hint = (
         ("images", "data=image_folder loss=cross_entropy")
         if takes_images
         else ("sequences of tokens", "data=text loss=token_cross_entropy")
     )
     raise ConfigError(
         f"model.path={path}: task={task} takes {kind}, and the data has {shape_text(input_shape)}; choose data and a "
-        f"loss that fit, such as {cure}"
+        f"loss that fit, such as {hint}"
     )
 
 

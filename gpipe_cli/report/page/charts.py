@@ -20,7 +20,7 @@ from markupsafe import Markup
 from gpipe_cli.report.colors import CURVES, curve_class
 from gpipe_cli.report.formatting import format_value, printable
 from gpipe_cli.report.page.curves import CurvePoint
-from gpipe_cli.report.page.run_facts import RunFacts
+from gpipe_cli.report.page.run_record import RunRecord
 
 FIRST_METRICS = ("loss", "top1", "accuracy", "mean_iou", "lr", "samples_per_second")
 """The order of charts; other metrics follow by name."""
@@ -168,7 +168,7 @@ def run_line(index: int, name: str, points: Sequence[CurvePoint] = (), *, bold: 
     return ChartLine(name, index, index // len(CURVES) % len(DASHES), points, run=index, bold=bold)
 
 
-def metric_charts(run: RunFacts) -> list[Markup]:
+def metric_charts(run: RunRecord) -> list[Markup]:
     """The charts of one run, each with training and evaluation."""
     lines: dict[str, list[ChartLine]] = defaultdict(list)
     for curve in run.curves:
@@ -180,7 +180,7 @@ def metric_charts(run: RunFacts) -> list[Markup]:
     return [_run_chart(metric, lines[metric]) for metric in sorted(lines, key=metric_order)]
 
 
-def comparison_charts(runs: Sequence[RunFacts], names: Sequence[str], best: int | None) -> list[Markup]:
+def comparison_charts(runs: Sequence[RunRecord], names: Sequence[str], best: int | None) -> list[Markup]:
     """One chart per metric and split, with a line per run; best: the run whose lines are bold."""
     lines: dict[tuple[str, str], list[ChartLine]] = defaultdict(list)
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):

@@ -10,20 +10,20 @@ from typing import final
 
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import ChartLine, metric_title, run_line
-from gpipe_cli.report.page.run_facts import RunFacts
+from gpipe_cli.report.page.run_record import RunRecord
 from gpipe_cli.runs.reader import flat_config, monitor_of
 from gpipe_cli.values import lower_is_better
 
 NO_SETTINGS = ("run_dir", "resume", "allow", "time_limit")
 """Keys that do not change what a run computes."""
 TARGET = "._target_"
-LONGEST_LABEL = 90
+MAX_LABEL = 90
 
 
 @final
 @dataclass(frozen=True)
 class Comparison:
-    runs: Sequence[RunFacts]
+    runs: Sequence[RunRecord]
     """Best first; those without a result come last."""
     labels: Sequence[str]
     metric: str
@@ -36,7 +36,7 @@ class Comparison:
     """For each run title and value of its results, the best value of the metric first."""
 
     @staticmethod
-    def of(runs: Sequence[RunFacts], headlines: Sequence[Mapping[str, str]]) -> Comparison:
+    def of(runs: Sequence[RunRecord], headlines: Sequence[Mapping[str, str]]) -> Comparison:
         """headlines: title and value of the results of each run."""
         metric = _metric(runs)
         sign = 1 if lower_is_better(metric) else -1
@@ -83,14 +83,14 @@ class Comparison:
         return run_line(index, self.labels[index], bold=index == self.best)
 
 
-def _metric(runs: Sequence[RunFacts]) -> str:
+def _metric(runs: Sequence[RunRecord]) -> str:
     """The `snapshot.monitor` of the first run, if it measured it; else the loss."""
     monitor = monitor_of(flat_config(runs[0].config))
     measured = {curve.metric for run in runs for curve in run.curves if curve.split == "eval"}
     return monitor if monitor in measured else "loss"
 
 
-def _best_value(run: RunFacts, metric: str) -> float | None:
+def _best_value(run: RunRecord, metric: str) -> float | None:
     curves = (curve for curve in run.curves if (curve.metric, curve.split) == (metric, "eval"))
     return next((curve.best[1] for curve in curves), None)
 
@@ -105,7 +105,7 @@ def _differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     return [{key: config[key] for key in differing if key in config} for config in configs]
 
 
-def _labels(runs: Sequence[RunFacts], differences: Sequence[Mapping[str, str]]) -> list[str]:
+def _labels(runs: Sequence[RunRecord], differences: Sequence[Mapping[str, str]]) -> list[str]:
     """What differs, such as `lr=0.1 chunks=4`; the directory where that says nothing, too much or not enough."""
     short = _short_keys(list(dict.fromkeys(key for own in differences for key in own)))
     labels = [
@@ -114,7 +114,7 @@ def _labels(runs: Sequence[RunFacts], differences: Sequence[Mapping[str, str]]) 
     counts = Counter(labels)
     return [
         str(run.path)
-        if not label or len(label) > LONGEST_LABEL
+        if not label or len(label) > MAX_LABEL
         else f"{label} ({run.path.name})"
         if counts[label] > 1
         else label

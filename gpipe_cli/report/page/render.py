@@ -1,4 +1,4 @@
-"""The report page, from the facts of runs and the templates beside this file.
+"""The report page, from the records of runs and the templates beside this file.
 
 One file. The content security policy allows the style and the script of the page by their digests and nothing else: the
 page makes no request. Every text that a template shows is escaped and loses its invisible characters, so no text can
@@ -28,7 +28,7 @@ from gpipe_cli.report.formatting import format_value, printable
 from gpipe_cli.report.page.charts import Scale, comparison_charts, metric_charts
 from gpipe_cli.report.page.comparison import Comparison
 from gpipe_cli.report.page.curves import MetricCurve
-from gpipe_cli.report.page.run_facts import RunFacts, TimelineBar, TimelineFacts, verdict_counts
+from gpipe_cli.report.page.run_record import RunRecord, TimelineBar, TimelineRecord, verdict_counts
 from gpipe_cli.runs.reader import as_number, flat_config, monitor_of
 from gpipe_cli.safe_files import UnsafeFile, open_regular
 
@@ -61,7 +61,7 @@ FEW_RUNS = 3
 HIDDEN = ("epochs", "micro_batch")
 
 
-def render_page(runs: Sequence[RunFacts]) -> str:
+def render_page(runs: Sequence[RunRecord]) -> str:
     """The report of one run, or of several to compare."""
     now = datetime.now(UTC).replace(microsecond=0)
     if len(runs) == 1:
@@ -153,7 +153,7 @@ def _digest(source: str) -> str:
 class TimelineDrawing:
     """Timelines by title on one scale: the sizes, in pixels, that their template draws with."""
 
-    timelines: Mapping[str, TimelineFacts]
+    timelines: Mapping[str, TimelineRecord]
     row_height: ClassVar = 26
     bar_height: ClassVar = 22
     axis_height: ClassVar = 20
@@ -181,7 +181,7 @@ class TimelineDrawing:
         return self.width * self.scale.share(bar.milliseconds) > self.letter_width * len(bar.label)
 
 
-def headline(run: RunFacts) -> dict[str, str]:
+def headline(run: RunRecord) -> dict[str, str]:
     """Title and value of the results of a run."""
     numbers = {name: value for name, value in run.summary.items() if as_number(value) is not None}
     results = {TITLES[name]: format_value(name, numbers[name]) for name in TITLES if name in numbers}

@@ -11,10 +11,10 @@ import pytest
 
 from gpipe_cli.report.page.charts import LogScale, Scale, comparison_charts, run_line
 from gpipe_cli.report.page.comparison import Comparison
-from gpipe_cli.report.page.run_facts import RunFacts, read_run
+from gpipe_cli.report.page.run_record import RunRecord, read_run
 
 
-def write_run(directory: Path, config: str, losses: list[float], **more: Any) -> RunFacts:
+def write_run(directory: Path, config: str, losses: list[float], **more: Any) -> RunRecord:
     """A run with one evaluation per loss."""
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(config, encoding="utf-8")
@@ -27,7 +27,7 @@ def write_run(directory: Path, config: str, losses: list[float], **more: Any) ->
     return read_run(directory)
 
 
-def compare(runs: list[RunFacts]) -> Comparison:
+def compare(runs: list[RunRecord]) -> Comparison:
     return Comparison.of(runs, [{} for _ in runs])
 
 

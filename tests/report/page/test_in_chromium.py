@@ -10,7 +10,7 @@ import pytest
 
 from gpipe_cli.report.page.predictions import png_uri
 from gpipe_cli.report.page.render import render_page
-from gpipe_cli.report.page.run_facts import read_run
+from gpipe_cli.report.page.run_record import read_run
 from tests.report.page.browser import CHROMIUM, Browser, browser
 from tests.report.page.runs import HOSTILE, write_check, write_profile, write_training
 

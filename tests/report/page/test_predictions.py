@@ -15,7 +15,7 @@ from gpipe_cli.report.page.predictions import (
     read_text_sample,
 )
 from gpipe_cli.report.page.render import render_page
-from gpipe_cli.report.page.run_facts import read_run
+from gpipe_cli.report.page.run_record import read_run
 from tests.report.page.runs import HOSTILE, write_training
 
 IMAGE = png_uri(bytes(range(12)), 2, 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpipe_cli.report.formatting import printable
 from gpipe_cli.report.page.charts import join, shape
 from gpipe_cli.report.page.render import GENERATOR, environment, render_page
-from gpipe_cli.report.page.run_facts import read_run
+from gpipe_cli.report.page.run_record import read_run
 from gpipe_cli.runs.directory import lock_run_directory
 from tests.report.page.runs import HOSTILE, write_check, write_profile, write_training
 

@@ -1,4 +1,4 @@
-"""The facts of a report page, and how they are read from a run directory. Nothing in the files is trusted or run."""
+"""What a page shows of a run, and how it is read from the run directory. Nothing in the files is trusted or run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TimelineBar:
 
 @final
 @dataclass(frozen=True)
-class TimelineFacts:
+class TimelineRecord:
     bars: tuple[TimelineBar, ...]
     bubble: float | None = None
     """The share of all workers' time in which they are idle."""
@@ -119,8 +119,8 @@ class PartitionUsage:
 
 @final
 @dataclass(frozen=True)
-class RunFacts:
-    """The facts of one run directory."""
+class RunRecord:
+    """What one run directory holds."""
 
     path: Path
     command: str = "train"
@@ -132,8 +132,8 @@ class RunFacts:
     """Of the layers' costs: ms or flops."""
     recorded_step: int | None = None
     """Which step of a training the timeline shows; None for a profile, which shows one of its own steps."""
-    measured: TimelineFacts | None = None
-    ideal: TimelineFacts | None = None
+    measured: TimelineRecord | None = None
+    ideal: TimelineRecord | None = None
     advice: tuple[str, ...] = ()
     partitions: tuple[PartitionUsage, ...] = ()
     device_memory: float | None = None
@@ -157,7 +157,7 @@ class RunFacts:
     """What is wrong with its files."""
 
     @property
-    def timelines(self) -> dict[str, TimelineFacts]:
+    def timelines(self) -> dict[str, TimelineRecord]:
         """By title; empty if no step was recorded."""
         if self.measured is None:
             return {}
@@ -181,7 +181,7 @@ class RunFacts:
         return {purpose: lines for purpose, lines in commands.items() if lines}
 
 
-def read_run(directory: Path) -> RunFacts:
+def read_run(directory: Path) -> RunRecord:
     if not directory.is_dir():
         raise RunError(f"{directory}: no such directory")
     if not is_run(directory):
@@ -196,7 +196,7 @@ def read_run(directory: Path) -> RunFacts:
     layers = as_rows(profile.get("layers")) or as_rows(files.json("layers.json").get("layers"))
     is_training = not profile and not check
     unit = "ms" if any("forward_ms" in row for row in layers) else "flops"
-    return RunFacts(
+    return RunRecord(
         path=directory,
         command="train" if summary else "profile" if profile else "check" if check else "train",
         summary={key: value for key, value in result.items() if key not in TABLES},
@@ -288,7 +288,7 @@ def _partition(place: Mapping[str, Any], measured: Mapping[str, Any]) -> Partiti
 
 def median_step(
     events: Sequence[Mapping[str, Any]], process: int, bubble: float | None
-) -> TimelineFacts | None:
+) -> TimelineRecord | None:
     """The step of median length among the events of a trace; None if there is none, or none that can be drawn."""
     steps: dict[int, list[TimelineBar]] = defaultdict(list)
     for event in events:
@@ -299,7 +299,7 @@ def median_step(
         origin = min(bar.begin for bar in bars)
         moved = (replace(bar, begin=bar.begin - origin) for bar in bars)
         ordered = sorted(moved, key=lambda bar: (bar.partition, bar.begin))
-        timelines.append(TimelineFacts(tuple(ordered), bubble))
+        timelines.append(TimelineRecord(tuple(ordered), bubble))
     if not timelines:
         return None
     timelines.sort(key=lambda timeline: timeline.milliseconds)

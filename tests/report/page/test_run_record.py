@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.page.curves import CurvePoint
 from gpipe_cli.report.page.render import render_page
-from gpipe_cli.report.page.run_facts import read_run
+from gpipe_cli.report.page.run_record import read_run
 from tests.report.page.runs import steps, write_profile, write_training
 
 JSON_FILES = ("launch.json", "summary.json", "profile.json", "trace.json", "env.json", "check.json")
