@@ -428,8 +428,8 @@ def composed(command: str, choices: tuple[str, ...]) -> DictConfig:
 def judge(line: str) -> None:
     """Refuse what `main` refuses, from a tree that is composed once for the options of the line."""
     command, *given = line.split()
-    request = Request(command, parse(given, command).words)
-    check_words(command, request.words, continues_run=request.continues_run)
+    request = parse(given, command)
+    check_words(request)
     choices = tuple(word for word in request.words if word.partition("=")[0] in GROUPS)
     tree = copy.deepcopy(composed(command, choices))
     tree.merge_with(

@@ -178,7 +178,7 @@ def prepared(
     config: as for `search_path`.
     """
     command, words = request.command, request.words
-    check_words(command, words, continues_run=request.continues_run)
+    check_words(request)
     own = [word for word in words if not word.startswith(WORD) and not sets_hydra(word)]
     given = to_hydra(own, open_groups=COMPONENT_GROUPS if request.continues_run else ())
     options = {key: value for key, _, value in (word.partition("=") for word in given) if key in GROUPS}

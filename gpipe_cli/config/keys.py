@@ -17,7 +17,7 @@ from typing import Any, final
 
 from gpipe_cli.config import schema
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS, SWEPT
-from gpipe_cli.config.words import CONFIG_MEANING, SCALE_KEY, SMALL, override_key, sets_hydra
+from gpipe_cli.config.words import CONFIG_MEANING, SCALE_KEY, SMALL, Request, override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
 FIRST = "Keys"
@@ -290,8 +290,9 @@ def hint_for_unknown(key: str, command: str) -> str:
     return f"see `gpipe {command} --help` for every key"
 
 
-def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> None:
-    """Refuse words that this command cannot take, before Hydra composes anything."""
+def check_words(request: Request) -> None:
+    """Refuse words that the command cannot take, before Hydra composes anything."""
+    command, words = request.command, request.words
     for word in words:
         key = override_key(word)
         if "=" not in word and not word.startswith("~"):
@@ -304,7 +305,7 @@ def check_words(command: str, words: Sequence[str], *, continues_run: bool) -> N
             _check_key(command, word)
         elif command not in SWEPT:
             raise ConfigError(f"{key}: gpipe {command} does not run through Hydra; remove it")
-        if key in ("recipe", SCALE_KEY) and continues_run and "resume=auto" not in words:
+        if key in ("recipe", SCALE_KEY) and request.continues_run and "resume=auto" not in words:
             raise ConfigError(
                 f"{key}: gpipe {command} resume=... takes none; its settings are those of its run"
             )

@@ -80,11 +80,13 @@ class EarlyStopConfig:
 class NotConfigured:
     """The values that a command computes with where it has no such key: what it builds needs to ask for no class."""
 
+    # What kind of command it is. A profile runs steps too, but only to measure them.
     trains = False
     runs_steps = False
     uses_loss = False
     uses_trained_weights = False
     plans = False
+    # What a command without the key does; none of these is a key that the command takes.
     engine: Mapping[str, Any] = MappingProxyType({})
     optimizer: Mapping[str, Any] = MappingProxyType({})
     checkpoint: Any = "never"

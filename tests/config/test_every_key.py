@@ -8,6 +8,7 @@ import pytest
 from gpipe_cli.cli import main
 from gpipe_cli.config.keys import check_words, known_keys
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, WITH_MODEL
+from gpipe_cli.config.words import Request
 from gpipe_cli.errors import ConfigError
 
 EVERY_KEY = tuple(dict.fromkeys(key for command in SCHEMAS for key in known_keys(command)))
@@ -26,7 +27,7 @@ def test_a_command_refuses_every_key_that_it_does_not_have(command: str) -> None
         if key in known_keys(command):
             continue
         try:
-            check_words(command, [f"{key}=1"], continues_run=False)
+            check_words(Request(command, (f"{key}=1",)))
         except ConfigError as error:
             message = str(error)
             assert re.search(rf"\b{key.partition('.')[0]}\b", message), message
@@ -40,7 +41,7 @@ def test_a_command_refuses_every_key_that_it_does_not_have(command: str) -> None
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_a_command_takes_every_key_that_it_has(command: str) -> None:
     keys = [key for key in known_keys(command) if key not in (*GROUPS, "recipe")]
-    check_words(command, [f"{key}=1" for key in keys], continues_run=False)
+    check_words(Request(command, tuple(f"{key}=auto" for key in keys)))
 
 
 @pytest.mark.parametrize(
