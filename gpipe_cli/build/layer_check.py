@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import MicroBatch, Running
 from gpipe_cli.pipeline.microbatch import tensors_of
+from gpipe_cli.profiling.equal_layers import layer_key
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
 from gpipe_cli.sequential.deferred import meta_clone, meta_like
-from gpipe_cli.sequential.equal_layers import layer_key
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
 

@@ -1,4 +1,4 @@
-"""What each partition will need on its device: an estimate from facts, without running anything.
+"""What each partition will need on its device: an estimate from stats, without running anything.
 
 Counts parameters, buffers, gradients and the optimizer's state, and the activations alive at the worst moment under the
 schedule. What a layer needs only while it runs does not count.
@@ -40,17 +40,17 @@ class PartitionMemory:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
-def activation_bytes(facts: ModelStats, balance: Sequence[int], spec: PipelineSpec) -> list[int]:
+def activation_bytes(stats: ModelStats, balance: Sequence[int], spec: PipelineSpec) -> list[int]:
     """The most that each partition keeps for backward at once."""
     return [
-        peaks.bytes(facts.saved_bytes(begin, end), facts.recompute_bytes(begin, end))
+        peaks.bytes(stats.saved_bytes(begin, end), stats.recompute_bytes(begin, end))
         for (begin, end), peaks in zip(_layer_ranges(balance), spec.peaks, strict=True)
     ]
 
 
 def partition_memory(
     module: nn.Sequential,
-    facts: ModelStats,
+    stats: ModelStats,
     balance: Sequence[int],
     spec: PipelineSpec,
     optimizer: MakeOptimizer | StateBytes,
@@ -58,7 +58,7 @@ def partition_memory(
 ) -> list[PartitionMemory]:
     """One per partition of the balance."""
     resident = resident_memory(module, balance, optimizer, kept)
-    activations = activation_bytes(facts, balance, spec)
+    activations = activation_bytes(stats, balance, spec)
     return [
         replace(partition, activation_bytes=bytes)
         for partition, bytes in zip(resident, activations, strict=True)
@@ -68,7 +68,7 @@ def partition_memory(
 def with_bytes(
     costs: Sequence[PartitionCost],
     module: nn.Sequential,
-    facts: ModelStats,
+    stats: ModelStats,
     balance: Sequence[int],
     optimizer: MakeOptimizer | StateBytes,
     kept: KeptState = whole_state,
@@ -80,8 +80,8 @@ def with_bytes(
         replace(
             cost,
             resident_bytes=memory.total_bytes,
-            saved_bytes=facts.saved_bytes(begin, end) if end > frozen_layers else 0,
-            input_bytes=facts.recompute_bytes(begin, end) if end > frozen_layers else 0,
+            saved_bytes=stats.saved_bytes(begin, end) if end > frozen_layers else 0,
+            input_bytes=stats.recompute_bytes(begin, end) if end > frozen_layers else 0,
         )
         for cost, memory, (begin, end) in zip(costs, resident, _layer_ranges(balance), strict=True)
     ]
@@ -93,7 +93,7 @@ def resident_memory(
     optimizer: MakeOptimizer | StateBytes | None,
     kept: KeptState = whole_state,
 ) -> list[PartitionMemory]:
-    """The same without activations, which needs no facts about the layers.
+    """The same without activations, which needs no stats about the layers.
 
     optimizer: makes it, or the bytes of its state; None if there is no update.
     """

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
+from gpipe_cli.profiling.equal_layers import MOST_EQUAL, LayerSample, layer_key
 from gpipe_cli.profiling.records import LayerStats, Sample, Shape, SkipStats, WatchedLayer, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names, original_output
 from gpipe_cli.sequential.deferred import clone_with
-from gpipe_cli.sequential.equal_layers import MOST_EQUAL, LayerSample, layer_key
 from gpipe_cli.skip.tracker import SkipName, use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
 from gpipe_cli.torch_internals.operation_recorder import KernelCost, OperationRecorder

@@ -18,11 +18,11 @@ from gpipe_cli.plan.measured import MeasuredSource, MicroBatchSize, measure_link
 from gpipe_cli.plan.prediction import Limit, Prediction
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling import layer_times, phase_times
+from gpipe_cli.profiling.equal_layers import LayerSample
 from gpipe_cli.profiling.model_stats import ModelStats
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.orders import zero_bubble_v
-from gpipe_cli.sequential.equal_layers import LayerSample
 
 CPU = torch.device("cpu")
 

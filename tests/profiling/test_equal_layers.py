@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gpipe_cli.profiling.equal_layers import LayerSample, layer_key
 from gpipe_cli.sequential import LayerSequence, layer_names
-from gpipe_cli.sequential.equal_layers import LayerSample, layer_key
 
 VALUE = torch.zeros(2, 4)
 
