@@ -195,7 +195,8 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
             f"model.num_classes={classes}: labels are out of range, because the data has {data.classes} classes; "
             "remove it, or give at least as many"
         )
-    replicas = settings.data_parallel
+    # The planner divides a mini-batch among the replicas that it estimates itself.
+    replicas = 1 if settings.plans else settings.data_parallel
     world = World.current()
     replica = world.rank // max(1, world.size // replicas)  # ranks of one replica are consecutive
     pin_memory = settings.runs_steps and reads_pinned_memory(available_devices(settings.devices))

@@ -194,6 +194,14 @@ def test_precision_and_replicas_are_part_of_an_estimate(plan: Plan) -> None:
     assert "engine=processes devices=" in command and "precision=fp16 data_parallel=2" in command
 
 
+def test_each_of_two_replicas_takes_half_of_the_mini_batch(plan: Plan) -> None:
+    """It took a quarter: the loader and the planner both divided."""
+    given = ("model=mlp", "device=a100", "partitions=2", "chunks=2", "schedule=1f1b", "checkpoint=never")
+    one = plan(*given, "devices=2", "batch_size=16")["best"]
+    two = plan(*given, "devices=4", "data_parallel=2", "batch_size=32")["best"]
+    assert one["balance"] == two["balance"] and one["memory"] == two["memory"]
+
+
 def test_searched_orders_are_candidates_and_can_be_asked_for(gpipe: Gpipe, plan: Plan) -> None:
     words = (*WIDE, "chunks=8", "partitions=4", "checkpoint=never")
     answer = plan(*words, "schedule=auto")
