@@ -356,10 +356,20 @@ def make_engine(
 
     observe: see `TrainingObjective`.
     """
+    objective = replace(_objective(settings, parts.model), observe=observe)
+    spec = replace(engine_spec(settings, parts, objective), measure_utilization=measure_utilization)
+    cure = traits_of_engine(settings).build_memory_cure
+    with report_out_of_memory("building engine and optimizer", cure):
+        engine: Engine = instantiate(settings.engine, "engine", settings.allow, spec=spec)
+    return engine
+
+
+def engine_spec(settings: ModelConfig, parts: RunParts, objective: TrainingObjective) -> EngineSpec:
+    """What the engine of a command is built from."""
     partitioning = parts.partitioning
-    spec = EngineSpec(
+    return EngineSpec(
         module=parts.model,
-        objective=replace(_objective(settings, parts.model), observe=observe),
+        objective=objective,
         balance=partitioning.balance,
         devices=partitioning.devices,
         chunks=settings.chunks,
@@ -372,15 +382,10 @@ def make_engine(
         data_parallel=settings.data_parallel,
         shards_optimizer=settings.shard == "optimizer",
         log_layers=settings.log.layers,
-        measure_utilization=measure_utilization,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.loader),
         referenced=parts.referenced,
     )
-    cure = traits_of_engine(settings).build_memory_cure
-    with report_out_of_memory("building engine and optimizer", cure):
-        engine: Engine = instantiate(settings.engine, "engine", settings.allow, spec=spec)
-    return engine
 
 
 def _objective(settings: RunConfig, model: nn.Sequential) -> TrainingObjective:

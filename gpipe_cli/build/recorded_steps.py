@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.accelerator.devices import peak_bytes, reset_peaks
 from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.build.components import traits_of_engine
 from gpipe_cli.build.optimizer import optimizer_factory
-from gpipe_cli.build.parts import Partitioning, RunParts
+from gpipe_cli.build.parts import Partitioning, RunParts, engine_spec
 from gpipe_cli.build.step import make_sample
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing
@@ -152,25 +151,14 @@ def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> 
 
 def _slicing(settings: ProfileConfig, parts: RunParts, sample: Sample) -> Slicing:
     options = {key: value for key, value in settings.engine.items() if key != "_target_"}
-    spec = _engine_spec(settings, parts, sample)
-    return Slicing(replace(spec, checkpoint=settings.checkpoint), **options)
+    return Slicing(_engine_spec(settings, parts, sample), **options)
 
 
 def _engine_spec(settings: ProfileConfig, parts: RunParts, sample: Sample) -> EngineSpec:
     assert sample.loss is not None, "a configured command has a loss"
-    return EngineSpec(
-        parts.model,
-        TrainingObjective(sample.loss, lambda output, target: {}, optimizer_factory(settings, parts.model)),
-        parts.partitioning.balance,
-        parts.partitioning.devices,
-        settings.chunks,
-        eval_chunks=settings.chunks,
-        least_rows=parts.loader.least_rows,
-        schedule=parts.partitioning.spec.schedule,
-        checkpoint=parts.partitioning.spec.checkpoint,
-        scratch=Path(settings.run_dir or "runs"),
-        make_sample=lambda: sample,
-    )
+    make_optimizer = optimizer_factory(settings, parts.model)
+    objective = TrainingObjective(sample.loss, lambda output, target: {}, make_optimizer)
+    return replace(engine_spec(settings, parts, objective), make_sample=lambda: sample)
 
 
 def _summary(

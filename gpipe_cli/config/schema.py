@@ -96,6 +96,7 @@ class NotConfigured:
     device_memory: Any = None
     ema: float | None = None
     epochs = 0
+    eval_chunks: int | None = None
     freeze: Sequence[str] = ()
     log = LogConfig()
     precision = "fp32"
@@ -103,6 +104,7 @@ class NotConfigured:
     run_dir: str | None = None
     seed = 0
     shard = "none"
+    step_timeout: float | None = None
     steps: int | None = None
     timeline: bool | None = None
 
