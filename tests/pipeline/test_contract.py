@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import plain_pipe
@@ -26,7 +25,9 @@ from tests.support.pipes import (
     SCHEDULES,
     WIDTH,
     Do,
+    Hands,
     Pop,
+    Reentrant,
     Stash,
     assert_same,
     batch,
@@ -347,18 +348,6 @@ def test_a_parameter_that_partitions_share_may_be_read_and_not_written() -> None
 # Memory that crosses a boundary under two names.
 
 
-class Hands(nn.Module):
-    """Hands on a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(WIDTH))
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        self.count += 1
-        return input, self.count
-
-
 def imaginary(input: Tensor) -> Tensor:
     return torch.complex(input, input * 0.5)
 
@@ -548,15 +537,6 @@ def test_recompute_does_not_change_the_buffers_of_a_loss(form: str, checkpoint: 
 
 
 # A backward in two halves.
-
-
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = linear(), linear()
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch_checkpoint(self.second, self.first(input), use_reentrant=True)
 
 
 def test_a_graph_that_can_run_in_halves_still_does() -> None:

@@ -62,6 +62,13 @@ def pipe_result(model: nn.Sequential, input: Tensor, **options: Any) -> list[Ten
     return [output.detach(), *(leaf.grad for leaf in model.parameters())]
 
 
+def written(
+    make: Callable[[Tensor], Any], use: Callable[[Any], Tensor], *before: nn.Module
+) -> list[nn.Module]:
+    """A layer makes a pair, the next writes its first tensor, and the last uses the pair."""
+    return [nn.Linear(3, 3), *before, Do(make), Do(write_first), Do(use)]
+
+
 MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "a skip that is written before it is popped": lambda: [
         nn.Linear(3, 3),
@@ -76,31 +83,16 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         Do(lambda x: x.mul_(2)),
         Add(),
     ],
-    "one tensor twice in a tuple": lambda: [
-        nn.Linear(3, 3),
-        Do(lambda x: (x, x)),
-        Do(write_first),
-        Do(lambda pair: pair[0] + pair[1]),
-    ],
-    "one tensor twice in a tuple, saved": lambda: [
-        nn.Linear(3, 3),
-        nn.Sigmoid(),
-        Do(lambda x: (x, x)),
-        Do(write_first),
-        Do(lambda pair: pair[0] * pair[1]),
-    ],
-    "a tensor and a view of it": lambda: [
-        nn.Linear(3, 3),
-        Do(lambda x: (x[:, :2], x)),
-        Do(write_first),
-        Do(lambda pair: pair[1] + pair[0].sum(1, keepdim=True)),
-    ],
-    "two views of one tensor": lambda: [
-        nn.Linear(3, 3),
-        Do(lambda x: (x[:, :2], x[:, 1:])),
-        Do(write_first),
-        Do(lambda pair: pair[0] * 3 + pair[1]),
-    ],
+    "one tensor twice in a tuple": lambda: written(lambda x: (x, x), lambda pair: pair[0] + pair[1]),
+    "one tensor twice in a tuple, saved": lambda: written(
+        lambda x: (x, x), lambda pair: pair[0] * pair[1], nn.Sigmoid()
+    ),
+    "a tensor and a view of it": lambda: written(
+        lambda x: (x[:, :2], x), lambda pair: pair[1] + pair[0].sum(1, keepdim=True)
+    ),
+    "two views of one tensor": lambda: written(
+        lambda x: (x[:, :2], x[:, 1:]), lambda pair: pair[0] * 3 + pair[1]
+    ),
     "a view that is written": lambda: [
         nn.Linear(3, 3),
         Do(lambda x: x * 1),
@@ -108,18 +100,10 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
         nn.Linear(3, 3),
     ],
     "an output that was saved": lambda: [nn.Linear(3, 3), nn.Tanh(), nn.ELU(inplace=True), nn.Linear(3, 3)],
-    "an input that was saved": lambda: [
-        nn.Linear(3, 3),
-        Do(lambda x: (x, x * x)),
-        Do(write_first),
-        Do(lambda pair: pair[0] + pair[1]),
-    ],
-    "an input that was saved by the layer before the one that writes": lambda: [
-        nn.Linear(3, 3),
-        Do(lambda x: (x, x.exp())),
-        Do(write_first),
-        Do(lambda pair: pair[1]),
-    ],
+    "an input that was saved": lambda: written(lambda x: (x, x * x), lambda pair: pair[0] + pair[1]),
+    "an input that was saved by the layer before the one that writes": lambda: written(
+        lambda x: (x, x.exp()), lambda pair: pair[1]
+    ),
 }
 
 

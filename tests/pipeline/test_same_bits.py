@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_cli import current_microbatch
 from gpipe_cli.skip import Namespace, pop, skippable, stash
@@ -18,7 +17,9 @@ from tests.support.pipes import (
     SCHEDULES,
     WIDTH,
     Do,
+    Hands,
     Pop,
+    Reentrant,
     Stash,
     balances,
     compare,
@@ -97,18 +98,6 @@ class Counter(nn.Module):
         return input * self.calls + self.mean
 
 
-class Hands(nn.Module):
-    """Hands a buffer that it changes to the next layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(WIDTH))
-
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        self.count += 1
-        return input, self.count
-
-
 class TensorHook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -127,15 +116,6 @@ class SometimesHooked(nn.Linear):
         if micro_batch is not None and micro_batch.index == 2:
             output.register_hook(lambda gradient: None)
         return output
-
-
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = linear(), linear()
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch_checkpoint(self.second, self.first(input), use_reentrant=True)
 
 
 class Scaled(torch.autograd.Function):

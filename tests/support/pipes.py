@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_cli import GPipe
 from gpipe_cli.skip import pop, skippable, stash
@@ -49,6 +50,27 @@ class Pop(nn.Module):
 
 def linear() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
+
+
+class Hands(nn.Module):
+    """Hands a buffer that it changes to the next layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(WIDTH))
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += 1
+        return input, self.count
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(), linear()
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch_checkpoint(self.second, self.first(input), use_reentrant=True)
 
 
 def balances(layers: int) -> list[list[int]]:
