@@ -158,7 +158,7 @@ TABLE = [
         6,
         "the offloaded model cannot be stored there: No space left on device; ",
         arguments=("engine=offload", "engine.to=disk", "engine.slices=2", f"model.width={WIDE_MODEL}"),
-        before=with_disk_of(SNAPSHOT_BYTES),
+        before=with_disk_of(SNAPSHOT_BYTES // 4),
         after=no_run_was_written,
         needs_hydra=True,
     ),
