@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator import streams
-from gpipe_cli.plan import verified
+from gpipe_cli.plan import measured
 from gpipe_cli.profiling import phase_times, timeline
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.profiling.timeline import ActionRecorder
@@ -61,10 +61,10 @@ def test_steps_of_a_plan(simulated: Simulator, idle_when_read: Watch) -> None:
     devices, module = simulated.devices[:2], model()
     with GPipe(module, [1, 1], devices=devices, chunks=2) as pipe:
         batch = torch.randn(4, 8).pin_memory(), torch.randn(4, 4)
-        idle = idle_when_read(verified)
+        idle = idle_when_read(measured)
         with torch.Stream(devices[0]):
             torch.ones(8, device=devices[0])
-        verified._step(pipe, module, batch, functional.mse_loss, devices)
+        measured._step(pipe, module, batch, functional.mse_loss, devices)
     assert idle == [True, True]
 
 
