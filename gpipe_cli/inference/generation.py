@@ -157,7 +157,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self.tokens: list[int] = []
         self.text = ""
-        """Of all tokens, except for an incomplete character at their end."""
+        """The text of all tokens, except for an incomplete character at their end."""
         self._tokenizer = tokenizer
         # A tokenizer may drop the space before the first token of a text, so some tokens before the new ones are
         # decoded again with them.

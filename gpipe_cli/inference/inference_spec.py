@@ -54,7 +54,7 @@ class InferenceSpec:
     classes: int
     class_names: tuple[str, ...] | None
     shape: tuple[int, ...]
-    """Of one input."""
+    """The shape of one input."""
     mean: tuple[float, ...] | None
     """What the evaluation transform subtracts from each channel; None if it does not normalize. For a transform of your
     own, the mean of the data."""

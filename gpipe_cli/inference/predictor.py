@@ -29,7 +29,7 @@ from gpipe_cli.safe_files import writing
 Row = dict[str, Any]
 """The prediction for one input, as JSON; with `error` instead if it could not be read."""
 MAX_COLORS = 256
-"""Of a palette; with more classes a mask has 16-bit shades of gray."""
+"""How many colors a palette has at most; with more classes a mask has 16-bit shades of gray."""
 
 
 @final

@@ -132,7 +132,7 @@ class TrainedModel(Generic[Settings]):
     """What a command needs to use a trained model in this process; `use_trained` opens it."""
 
     settings: Settings
-    """Of this rank."""
+    """The settings of this rank."""
     job: Job
     world: World
     snapshot: VerifiedSnapshot | None

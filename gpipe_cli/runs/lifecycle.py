@@ -130,9 +130,9 @@ class Run:
     ) -> None:
         self.settings, self.job, self.world = settings, job, world
         self.record = None if resumed is None else resumed.record
-        """Of the snapshot to resume from; None for a run that starts at step 0."""
+        """The record of the snapshot to resume from; None for a run that starts at step 0."""
         self.directory = Path() if resumed is None else resumed.directory
-        """Of a new run, from `begun` on."""
+        """The run directory; that of a new run is known from `begun` on."""
         self._resumed, self._cleanup, self._planned = resumed, cleanup, planned
         self._page: RunPage | None = None
         self._logger: GuardedLogger | None = None

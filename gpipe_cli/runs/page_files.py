@@ -51,9 +51,9 @@ from gpipe_cli.training.loop import EvalResult, StepResult
 LAYERS, TRACE, TIMELINE = "layers.json", "trace.json", "timeline.json"
 PREDICTIONS, SAMPLE = "predictions.json", "sample.json"
 MIN_SECONDS = 10.0
-"""Between two pages during a run."""
+"""The least time between two pages that are written during a run."""
 MAX_SHARE = 0.02
-"""Of the time that may go into these pages: reading a long metrics.jsonl takes a while."""
+"""The share of the time that may go into these pages: reading a long metrics.jsonl takes a while."""
 PROMPT_TOKENS, NEW_TOKENS, SECONDS = 16, 120, 5.0
 TEMPERATURE, TOP_K = 0.8, 40
 MAX_CLASSES = 1000
@@ -234,7 +234,7 @@ class Observed:
     counts: Tensor
     """[target class, predicted class]: how many samples, or pixels."""
     samples: Sequence[Mapping[str, Any]]
-    """Of the first samples: `target` and `predicted`, each a class or a mask, and the `confidence` of a class."""
+    """`target` and `predicted`, each a class or a mask, and a class's `confidence`, for the first samples."""
 
 
 @final

@@ -220,7 +220,7 @@ class RunReader:
         return monitor_of(self.config)
 
     def evaluations(self, rows: Iterable[Mapping[str, Any]] | None = None) -> list[Evaluation]:
-        """Those with a value of `monitor`, over all launches of the run; rows: those of `rows`, if they were read."""
+        """Every evaluation with a value of `monitor`, over all launches; rows: the run's, if already read."""
         return [
             Evaluation(value, as_int(row.get("step"), MAX_STEPS), as_int(row.get("epoch"), MAX_STEPS))
             for row in (self.rows(sparse=True) if rows is None else rows)
@@ -317,7 +317,7 @@ class RunRow:
     state: str
     step: int | None = None
     steps: int | None = None
-    """Of the whole run, if known."""
+    """How many steps the whole run has, if known."""
     metric: str = "loss"
     """The metric that decides the best snapshot."""
     last: float | None = None

@@ -15,11 +15,11 @@ class PatienceState:
 
     metric: str
     value: float
-    """Of the last evaluation that was better than those before it."""
+    """The metric at the last evaluation that was better than those before it."""
     step: int
-    """That of the same evaluation."""
+    """The step of the same evaluation."""
     evaluations: int = 0
-    """Since then."""
+    """How many evaluations there were since then."""
 
 
 @final

@@ -25,7 +25,7 @@ TrainBatches = Callable[[int, int], Iterable[Batch]]
 EvalBatches = Callable[[int], Iterable[Batch]]
 """epoch -> the held-out mini-batches."""
 _MAX_EXPONENT = 1023.0
-"""Of the largest power of two that a float can represent."""
+"""The exponent of the largest power of two that a float can represent."""
 
 
 @final
@@ -119,7 +119,7 @@ class StepResult:
     epoch: int
     loss: float
     window: LossWindow
-    """Of the losses since the last measured step, this one included."""
+    """The losses since the last measured step, this one included."""
     measured: bool
     means: dict[str, float]
     """Empty if the step was not measured."""
@@ -130,10 +130,10 @@ class StepResult:
     seconds: float
     """Training time since step 0, across resumes."""
     transfers: Transfers | None = None
-    """Only for an engine that moves the model to and from its device."""
+    """Copies of an engine that moves the model to and from its device; None for other engines."""
     utilization: Utilization | None = None
     timeline: StepTimeline | None = None
-    """Of the one step that the engine recorded."""
+    """The timeline of the step, if it is the one that the engine recorded."""
 
 
 @final
@@ -180,9 +180,9 @@ class Position:
     step: int = 0
     seconds: float = 0.0
     evaluation: EvalResult | None = None
-    """The most recent one."""
+    """The most recent evaluation."""
     window: LossWindow = LossWindow()
-    """Of the losses that no row of metrics contains yet."""
+    """The losses that no row of metrics contains yet."""
 
     @property
     def evaluated(self) -> bool:

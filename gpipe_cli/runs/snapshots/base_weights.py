@@ -37,7 +37,7 @@ class BaseWeights:
 
 
 def base_weights(settings: ModelConfig, model: nn.Module) -> BaseWeights | None:
-    """Those of a model whose parameters are not loaded yet; None if all of them are trained or initialized."""
+    """The base weights of a model that loads frozen parameters later; None if it has no such parameters."""
     frozen = {
         name: parameter
         for name, parameter in model.state_dict(keep_vars=True).items()

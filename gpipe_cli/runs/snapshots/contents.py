@@ -37,7 +37,7 @@ class Snapshot:
 
 
 def open_snapshot(verified: VerifiedSnapshot) -> Snapshot:
-    """The state and record in verified bytes. Tensors share memory with those bytes."""
+    """Read the state and the record from verified bytes, with which the tensors share memory."""
     record = record_of(verified.path, verified.manifest)
     state = EngineState(
         model=decode_tensors(verified, MODEL),
@@ -61,7 +61,7 @@ def record_of(path: Path, manifest: Manifest) -> TrainingRecord:
 
 
 def open_large_snapshot(verified: VerifiedSnapshot) -> Snapshot:
-    """The same for a snapshot that may be larger than memory: its verified files are read again, tensor by tensor."""
+    """Open a snapshot that may be larger than memory: its verified files are read again, tensor by tensor."""
     try:
         files = {
             name: TensorFile(verified.path / name, verified.path) for name in verified.names if kind_of(name)
