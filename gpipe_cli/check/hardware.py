@@ -34,7 +34,7 @@ SIZE = 64 * 2**20
 SLACK = 2 * 2**20
 LARGE, SMALL = 64 * 2**20, 4 * 2**10
 """Bytes of the copies that bandwidth and latency are measured with."""
-MOST_IN_PAIRS = 8
+MAX_DEVICES_IN_PAIRS = 8
 """With more devices only neighbors are measured: a pipeline copies between neighbors."""
 SLOW_HOST_LINK = 3.0
 """In GB/s; four PCIe 3.0 lanes reach as much."""
@@ -170,7 +170,7 @@ def pairs_to_measure(devices: Sequence[torch.device]) -> Iterator[tuple[torch.de
     """Every ordered pair; of many devices only neighbors, where the last and the first are neighbors too."""
     apart = (1, len(devices) - 1)
     for first, second in permutations(range(len(devices)), 2):
-        if len(devices) <= MOST_IN_PAIRS or abs(first - second) in apart:
+        if len(devices) <= MAX_DEVICES_IN_PAIRS or abs(first - second) in apart:
             yield devices[first], devices[second]
 
 

@@ -44,8 +44,8 @@ fork_ranks(lambda: {call})
 """
 LAUNCHER = "GPIPE_LAUNCHER"
 """An environment variable: the process id of the parent, for a server also the number of its socket."""
-LONGEST_MESSAGE = 2**16
-"""The process ids of all ranks have room."""
+MAX_MESSAGE_BYTES = 2**16
+"""A message of this length has room for the process ids of all ranks."""
 BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
@@ -121,7 +121,7 @@ class ForkServer:
 
     def _receive(self) -> list[int]:
         """The next message of the server; PeerError if it has ended."""
-        if message := self._socket.recv(LONGEST_MESSAGE):
+        if message := self._socket.recv(MAX_MESSAGE_BYTES):
             return [int(word) for word in message.split()]
         code = self._process.wait()
         how = killed_by(-code) if code < 0 else f"ended with exit code {code}"

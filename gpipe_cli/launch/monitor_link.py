@@ -25,7 +25,7 @@ from gpipe_cli.launch.rank_states import (
     Surroundings,
 )
 
-LONGEST_LINE = 2**16
+MAX_MONITOR_LINE = 2**16
 READ_BYTES = 2**16
 SELDOM_SECONDS = 10.0
 DAY_MILLISECONDS = 86_400_000
@@ -77,7 +77,7 @@ class Connection:
             if not received:
                 raise ConnectionError("closed by the peer")
             *lines, self._received = (self._received + received).split(b"\n")
-            if len(self._received) > LONGEST_LINE:
+            if len(self._received) > MAX_MONITOR_LINE:
                 raise ConnectionError("the line is too long")
             yield from map(json.loads, lines)
 

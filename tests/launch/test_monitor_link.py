@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from gpipe_cli.errors import PeerError
-from gpipe_cli.launch.monitor_link import LONGEST_LINE, Connection, Hub, Spoke
+from gpipe_cli.launch.monitor_link import MAX_MONITOR_LINE, Connection, Hub, Spoke
 from gpipe_cli.launch.rank_files import ExitReport
 from gpipe_cli.launch.rank_states import DIED, RankStates, RankStatus, Surroundings
 
@@ -108,7 +108,7 @@ def test_the_end_of_rank_0s_monitor_is_the_end_of_rank_0(pair: Pair) -> None:
         json.dumps({"token": "guessed", "rank": 1, "host": "evil"}).encode() + b"\n",
         b"GET / HTTP/1.1\r\n\r\n",
         b"[]\n",
-        b"x" * (LONGEST_LINE + 10),
+        b"x" * (MAX_MONITOR_LINE + 10),
         b"\xff\xfe\n",
     ],
 )

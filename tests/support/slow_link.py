@@ -17,7 +17,7 @@ import sys
 import time
 
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x2, 0x1000
-LONGEST_PACKET = 2**16
+MAX_PACKET_BYTES = 2**16
 
 
 def open_tap(name: str) -> int:
@@ -48,7 +48,7 @@ def main(device: str, namespace: str, other: str, seconds: float, loss: float) -
     while True:
         wait = None if not due else max(0.0, due[0][0] - time.monotonic())
         for end in select.select(list(ends), [], [], wait)[0]:
-            packet = os.read(end, LONGEST_PACKET)
+            packet = os.read(end, MAX_PACKET_BYTES)
             if chance.random() >= loss:
                 number += 1
                 heapq.heappush(due, (time.monotonic() + seconds, number, ends[end], packet))
