@@ -1,4 +1,4 @@
-"""gpipe cp: copy a recipe, an option or the settings of a run to a file of your own, to change it. Imports no torch."""
+"""gpipe cp: copy a recipe, an option or the settings of a run to a new file that you can edit. Imports no torch."""
 
 from __future__ import annotations
 

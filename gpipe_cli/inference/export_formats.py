@@ -164,7 +164,7 @@ class HuggingFaceRun:
         if node.get("_target_") != TARGET:
             raise ConfigError(
                 f"format={format}: {run} has trained {node.get('_target_')}, and only model=hf has a directory to begin"
-                " with; leave format out for a file of weights"
+                " with; remove format for a file of weights"
             )
         return HuggingFaceRun(run, node, (tree.get("data") or {}).get("tokenizer"))
 

@@ -56,8 +56,8 @@ class InferenceSpec:
     shape: tuple[int, ...]
     """The shape of one input."""
     mean: tuple[float, ...] | None
-    """What the evaluation transform subtracts from each channel; None if it does not normalize. For a transform of your
-    own, the mean of the data."""
+    """What the evaluation transform subtracts from each channel; None if it does not normalize. For a custom
+    transform, the mean of the data."""
     std: tuple[float, ...] | None
     target_shape: tuple[int, ...]
     model: dict[str, Any]

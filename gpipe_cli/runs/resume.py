@@ -205,7 +205,7 @@ def check_resumable(spec: TrainSpec, record: TrainingRecord | None) -> None:
 
 
 def version_changes(record: TrainingRecord) -> list[str]:
-    """Report versions and thread counts that differ: such a run resumes, but not to the same bits."""
+    """Report versions and thread counts that differ: a resumed run may then round differently."""
     before = {**record.versions, "threads": record.threads}
     now = {**versions(), "threads": torch.get_num_threads()}
     return [
