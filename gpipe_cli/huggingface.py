@@ -22,7 +22,7 @@ from gpipe_cli.safe_files import parse_json, read_regular
 INSTALL = "pip install 'transformers>=5' tokenizers peft jinja2"
 CONFIG = "config.json"
 MAX_JSON_BYTES = 2**26
-"""Of a JSON file in a model's directory; the largest are indices with a row per tensor."""
+"""The size limit of JSON files in a model's directory; the largest are indices with a row per tensor."""
 
 
 def transformers() -> Any:

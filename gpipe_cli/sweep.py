@@ -202,7 +202,7 @@ class _Sweep:
     words: Mapping[str, Sequence[str]]
     """Each word of the jobs, with those that it stands for."""
     configs: Sequence[Job]
-    """Those of jobs that together have each value at least once."""
+    """The configurations of jobs that together have each value at least once."""
     node: DictConfig
     """Hydra's configuration of itself."""
     monitor: str | None

@@ -26,7 +26,7 @@ class DeviceCopy(NamedTuple):
     arrived: tuple[torch.Event, ...] = ()
     destination: torch.device = torch.device("cpu")
     times: tuple[CopyTime, ...] = ()
-    """Of each copy, if they were asked for and the copies run on side streams."""
+    """The events around each copy, if times were asked for and the copies run on side streams."""
 
     def receive(self) -> Tensors:
         """Called by the thread that uses the tensors: its current stream waits for the copies."""

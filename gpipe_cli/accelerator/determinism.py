@@ -1,4 +1,4 @@
-"""deterministic=true: the same operations on the same numbers give the same bits again, on accelerators too.
+"""deterministic=true: equal operations on equal numbers give bitwise identical results, on accelerators too.
 
 The settings apply to the whole process and to the libraries that torch calls: kernels that add in a fixed order, no
 choice of kernels by benchmark, and full 32-bit precision.

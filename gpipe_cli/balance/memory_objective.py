@@ -122,7 +122,7 @@ class MemoryObjective:
         return limit is None or self.cost(partition, begin, end) <= limit
 
     def under(self, spec: PipelineSpec) -> MemoryObjective:
-        """The same layers and limit with another spec; sums already computed are shared."""
+        """A copy of the objective under another spec, with the sums computed so far."""
         other = copy.copy(self)
         other._spec = spec
         return other

@@ -44,7 +44,7 @@ def memory_objective_of(
     limit: int | None = None,
     limits: Sequence[int] = (),
 ) -> MemoryObjective:
-    """The same from the stats of such a micro-batch; `limits` are those of devices that differ."""
+    """What partitions need, from a micro-batch's stats; `limits` are those of devices that differ."""
     inputs = [stats.input.bytes, *(layer.output_bytes for layer in stats.layers[:-1])]
     layers = [
         LayerMemory(_resident(layer, trained), input, saved)

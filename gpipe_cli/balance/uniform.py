@@ -1,4 +1,4 @@
-"""The same number of layers for every partition; the remainder is spread evenly."""
+"""Give every partition the same number of layers; the remainder is spread evenly."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from gpipe_cli.sequential import original_output
 from gpipe_cli.sequential.deferred import meta_like
 
 _TOLERANCE = 1e-3
-"""Of the sum of probabilities."""
+"""How far the sum of the probabilities in a row may be from 1."""
 LEAST_ROWS = 2
 """Where one row is rejected."""
 

@@ -40,7 +40,7 @@ class BatchLoader:
     classes: int
     """How many classes the model distinguishes: its own key, else as many as the data has."""
     batch_size: int
-    """Of all replicas together."""
+    """Samples in a mini-batch of all replicas together."""
     seed: int
     replica: int = 0
     replicas: int = 1

@@ -42,7 +42,7 @@ class ParameterGroups:
     """
 
     options: Sequence[Mapping[str, Any]]
-    """Of each group, as torch takes them, and its lr_scale."""
+    """The options of each group, as torch takes them, and its lr_scale."""
     indices: Mapping[str, int]
     """The group of each trained parameter, by its name."""
 

@@ -57,7 +57,7 @@ class Job:
     """Set if a launcher started this process as one of several."""
 
     def with_values(self, *, replaces: bool = False, **values: Any) -> Job:
-        """The same job with other values of some top-level keys, and the overrides that were given.
+        """A copy of the job with other values of some top-level keys, and with the overrides that were given.
 
         replaces: the keys below them that have no other value are dropped, as when another component is chosen.
         """

@@ -25,7 +25,7 @@ from gpipe_cli.safe_files import open_regular
 from gpipe_cli.values import check_whole_number
 
 DEFAULT_FRACTION = 0.1
-"""Of the training samples, where the data has nothing else to evaluate on."""
+"""The share of the training samples to evaluate on if the data has no others for that."""
 
 
 class Samples(Protocol):

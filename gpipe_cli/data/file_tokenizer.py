@@ -28,7 +28,7 @@ VOCABULARIES = (
 )
 _MAX_BYTES = 2**28
 _SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
-"""Of the files that make up a tokenizer."""
+"""The suffixes of the files that make up a tokenizer."""
 
 
 @final
@@ -130,7 +130,7 @@ def _read_backend(path: Path, key: str) -> Any:
 
 
 def _digest(path: Path) -> str:
-    """Of the tokenizer's files and of the package that reads them."""
+    """A digest of the tokenizer's files and of the version of the package that reads them."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())

@@ -25,7 +25,7 @@ from gpipe_cli.safe_files import user_cache
 from gpipe_cli.values import IGNORED_LABEL, check_whole_number
 
 _VERSION = 1
-"""Of how documents become tokens; part of the name of a cache entry."""
+"""The version of how documents become tokens; a part of the name of a cache entry."""
 _BYTES_AT_ONCE = 4 * PIECE_BYTES
 """Encoding takes up to 200 times as much memory."""
 

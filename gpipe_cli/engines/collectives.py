@@ -78,11 +78,11 @@ class SingleProcess:
         return names[-1] if names else None
 
     def peak_bytes(self, own: list[int | None]) -> list[int | None]:
-        """Of the devices of all processes of a pipe, from those of this process."""
+        """The peaks of the devices of all processes of a pipe, from those of this process."""
         return own
 
     def saved_part(self, own: EngineState) -> EngineState:
-        """Of the state of this process the tensors that it saves: each tensor is saved by one process."""
+        """The part of this process's state that it saves: each tensor is saved by one process."""
         return own
 
 

@@ -36,7 +36,7 @@ from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
 
 RECORDED_STEP = 3
-"""Of an engine's life: the steps before it warm up. It is early, so that even a short run has one."""
+"""The step of an engine that is recorded: after a few that warm up, but early enough for a short run."""
 
 
 @final
@@ -408,7 +408,7 @@ class StepMeter:
 
     @property
     def utilization(self) -> Utilization | None:
-        """Of the last step, if it was recorded for somebody who watches."""
+        """The utilization in the last step, if the engine records every measured step."""
         step, devices = self._last, self._pipe.partition_devices
         if step is None or not self._watched:
             return None

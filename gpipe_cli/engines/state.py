@@ -30,8 +30,8 @@ EXCLUDED_SETTINGS = ("params", "param_names", "lr")
 WITHOUT_STATE = "without_state"
 """Among an optimizer's numbers: the parameters without any state, because they never had a gradient."""
 OTHER_WEIGHTS = "other_weights"
-"""Of an optimizer's state, with `ema`: the average of the parameter or, in evaluation and snapshots, the parameter in
-training, whose place the average then has."""
+"""The entry of an optimizer's state with `ema`: the average of the parameter or, in evaluation and snapshots, the
+parameter in training, whose place the average then has."""
 UPDATES = "averaged_updates"
 """A setting of each parameter group, with `ema`: how many updates the average is made of."""
 LOADED_BYTES = 64 * 2**20

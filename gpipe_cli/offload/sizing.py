@@ -48,10 +48,10 @@ class LayerBytes:
 
     frozen: int
     weights: int
-    """Of trained parameters."""
+    """The trained parameters."""
     gradients: int
     state: int
-    """Of the optimizer."""
+    """The optimizer's state."""
     update: int
     """What an update takes beyond these: temporaries, and in the first one a state that is not in its buffer yet."""
 

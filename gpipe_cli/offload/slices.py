@@ -30,7 +30,7 @@ from gpipe_cli.torch_internals.tensors import exchanges_memory, storage_of
 class Part(enum.Enum):
     FROZEN = "frozen weights"
     WEIGHTS = "weights"
-    """Of trained parameters."""
+    """The trained parameters."""
     STATE = "state"
     """Optimizer state, from the first update on; tensors without a dimension stay in memory."""
     GRADIENTS = "gradients"
@@ -144,9 +144,9 @@ class SlicedParameters:
     """The parameters of a sequence, by slice."""
 
     slices: list[list[nn.Parameter]]
-    """Those that only one layer uses."""
+    """The parameters of each slice that only one layer uses."""
     shared: dict[nn.Parameter, int]
-    """Those that several layers use, each with its first slice: they stay on the device of that slice."""
+    """Parameters that several layers use, each with its first slice, on whose device it stays."""
 
     @staticmethod
     def of(module: nn.Sequential, balance: Sequence[int]) -> SlicedParameters:

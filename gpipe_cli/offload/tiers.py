@@ -224,8 +224,8 @@ def _free_bytes(folder: Path) -> str:
 
 
 STAGING_BYTES = 2**25
-"""Of one buffer: large enough for the full speed of disks and links, and a power of two, because torch rounds pinned
-memory up to one."""
+"""The size of one buffer: enough for the full speed of disks and links, and a power of two, because torch rounds
+pinned memory up to one."""
 
 
 @final

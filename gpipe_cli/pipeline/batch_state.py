@@ -78,7 +78,7 @@ class SavedForBackward:
     """Version counters of the inputs and of the parameters."""
     writes_input: bool = False
     parameters: ModuleParameters = NO_PARAMETERS
-    """Those that a checkpointed forward used."""
+    """The parameters that a checkpointed forward used."""
     buffers: BufferState | None = None
     """The buffers before a checkpointed forward."""
     outputs: tuple[tuple[Any, ...], ...] = ()
@@ -131,7 +131,7 @@ class BatchState:
     """By partition: micro-batches before this one are checkpointed."""
     loss: MicroBatchLoss | None = None
     loss_modules: Sequence[nn.Module] = ()
-    """Those that the loss calls, and no layer."""
+    """The modules that the loss calls, and no layer."""
     shared: SharedState = NOTHING_SHARED
     """What several partitions hold."""
     streams: StreamSet = NO_STREAMS

@@ -99,7 +99,7 @@ class DeferredBatchNorm(nn.Module):
         for name, buffer in original.named_buffers():
             self.register_buffer(name, buffer)
         self.pending: Moments | None = None
-        """Of the micro-batches since the last commit."""
+        """The moments of the micro-batches since the last commit."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() not in self._dimensions:

@@ -48,7 +48,7 @@ class PartitionInput(NamedTuple):
     """The detached tensors that one partition sends to another: those of the value, then skips."""
 
     tensors: tuple[Tensor | None, ...]
-    """Of the value, then one per skip. None for a skip stashed as None."""
+    """The tensors of the value, then one per skip; None for a skip stashed as None."""
     needs_grad: tuple[bool, ...]
     template: Template = NO_VALUE
     """Builds the value from its tensors."""

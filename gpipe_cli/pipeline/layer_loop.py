@@ -41,7 +41,7 @@ class LayerOutputs(NamedTuple):
     values: tuple[Tensor, ...]
     template: Template
     skips: tuple[Tensor | None, ...]
-    """Those that other partitions pop."""
+    """The skips that other partitions pop."""
     node_numbers: tuple[int, ...]
     registered_hooks: bool
     """Whether a hook was registered meanwhile, perhaps by another thread: a tensor does not tell whether it has any."""
@@ -58,9 +58,9 @@ class LayerLoop:
         self._has_skips = any(True for layer in layers for _ in named_skippables(layer.module))
         self._all_watched = False
         self._key, self._micro_batch = 0, 0
-        """Of the running task. Not the task itself: it would keep the tensors of the mini-batch alive."""
+        """Key and micro-batch of the running task; the task itself would keep its tensors alive."""
         self._node_numbers: tuple[int, ...] = ()
-        """Of the graph whose backward is running."""
+        """The numbers of the nodes of the graph whose backward is running."""
         self._random = KeyedRandom(self._seed_of, self._warn_of)
         self._random.source = INPUT
         self.backward_watch: BackwardWatch | None = None

@@ -127,11 +127,11 @@ class StepLoss:
         else:
             self._weights = [1] * count
         self.total_weight: float = sum(self._weights) if reduction == "mean" else 1
-        """Of the mini-batch. A replica whose mini-batch is a part of a larger one sets it to that of the larger one."""
+        """The mini-batch's weight; a replica with part of a larger mini-batch sets that of the larger one."""
         self._keeps_outputs = keeps_outputs
         self._losses: list[Tensor] = []
         self.outputs: list[Value] = []
-        """Those of all micro-batches, if `keeps_outputs`."""
+        """The outputs of all micro-batches, if `keeps_outputs`."""
 
     def weighted(self, output: Value, micro_batch: MicroBatch) -> Tensor:
         """The micro-batch's share of the loss of the mini-batch, with its graph."""

@@ -140,7 +140,7 @@ class MiniBatch:
     rows: int
     micro_batches: tuple[MicroBatch, ...]
     tensors: tuple[Tensor, ...]
-    """Those of the input."""
+    """The tensors of the input."""
     inputs: list[tuple[Tensor, ...]]
     """The tensors of each micro-batch."""
     template: Template

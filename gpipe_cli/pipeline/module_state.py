@@ -39,7 +39,7 @@ def tensors_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def buffer_owners(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those with buffers, except deferred batch norm: it commits its statistics after the forward."""
+    """The modules with buffers, except deferred batch norm: it commits its statistics after the forward."""
     return [each for each in modules if each._buffers and not isinstance(each, DeferredBatchNorm)]
 
 
@@ -179,7 +179,7 @@ class PartitionState:
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
         self._copies: dict[Tensor, Tensor | None] = {}
-        """Of each buffer that kept its value when the layers ran last; None for one that did not."""
+        """A copy of each buffer that kept its value when the layers ran last; None for one that did not."""
         self._at_begin: BufferState | None = None
         self._modules: Collection[nn.Module] = ()
         self._owners: list[nn.Module] = []
@@ -259,7 +259,7 @@ class PartitionState:
             )
 
     def storages(self) -> set[int]:
-        """Those of the parameters and buffers, as the layers use them now."""
+        """The storages of the parameters and buffers, as the layers use them now."""
         if self._storages is None:
             self._storages = self.parameters.storages()
         buffers = (each for owner in self._owners for each in owner._buffers.values() if each is not None)

@@ -57,7 +57,7 @@ class MemoryFit:
         return None
 
     def grouped(self, borders: Sequence[int]) -> MemoryFit:
-        """The same of partitions that consist of groups of layers, with these borders."""
+        """The fit of partitions that consist of groups of layers, with these borders."""
         other = copy.copy(self)
         other._borders = borders
         return other
@@ -135,7 +135,7 @@ class StepBound:
         return begin + bisect_right(ends, limit, key=lambda end: self.cost(partition, begin, end))
 
     def _furthest_of_all(self, partition: int, begin: int, limit: float) -> int:
-        """The same if everything fits: by bisecting sums instead of computing costs."""
+        """`furthest` where everything fits: it bisects sums instead of computing costs."""
         whole_limit, limit = limit, limit - self._update
         if self._work > limit:
             return begin
@@ -195,7 +195,7 @@ def _least_split(costs: LayerCosts, spec: PipelineSpec) -> float:
 
 
 def _sums(costs: LayerCosts, fit: MemoryFit) -> PrefixSums:
-    """Those of any partition, as far as it is known whether it recomputes."""
+    """The sums that hold for any partition, as far as it is known whether it recomputes."""
     if "never" not in fit.modes:
         return costs.checkpointed
     return costs.without_recompute if len(fit.modes) == 1 else costs.least

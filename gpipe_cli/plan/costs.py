@@ -60,12 +60,12 @@ class UpdateCosts:
 
     @property
     def least(self) -> float:
-        """Of all layers, as much as cannot be hidden."""
+        """The part of all layers' update that cannot be hidden."""
         return self._optimizer[-1] + (0.0 if self._overlaps else self._reduce[-1])
 
 
 class PrefixSums(NamedTuple):
-    """Of the costs of one micro-batch, up to each layer."""
+    """Sums of the costs of one micro-batch, up to each layer."""
 
     forward: list[float]
     backward: list[float]
@@ -100,11 +100,11 @@ class LayerCosts:
         self.equal_devices = True
         """Whether a layer takes as long on every device of the pipeline."""
         self.without_recompute = PrefixSums(_up_to(forward), _up_to(backward))
-        """Of partitions that recompute nothing."""
+        """The sums for partitions that recompute nothing."""
         self.checkpointed = (
             self.without_recompute if checkpointed is None else PrefixSums(*map(_up_to, checkpointed))
         )
-        """Of partitions that recompute some micro-batches, without the recomputation."""
+        """The sums for partitions that recompute some micro-batches, without the recomputation."""
         self.least = self.without_recompute
         if checkpointed is not None:
             pairs = zip((forward, backward), checkpointed, strict=True)
@@ -158,7 +158,7 @@ class LayerCosts:
         return self._by_device[partition % len(self._by_device)] if self._by_device else self
 
     def recompute(self, begin: int, end: int) -> float:
-        """Of a partition, for one micro-batch."""
+        """The cost of recomputing one micro-batch on a partition."""
         return self._recompute[end] - self._recompute[begin] if end > self.frozen_layers else 0.0
 
     def partition(self, begin: int, end: int, checkpoint_stop: int = 0) -> PartitionCost:
@@ -207,7 +207,7 @@ class LayerCosts:
         return recomputed + self.least_host_ms(spec)
 
     def least_host_ms(self, spec: PipelineSpec) -> float:
-        """The same for any balance, whatever it recomputes."""
+        """A lower bound of `host_ms` for any balance, whatever it recomputes."""
         host = self.on(0)._host
         return 0.0 if host is None else spec.micro_batches * host[-1]
 

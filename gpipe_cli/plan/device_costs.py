@@ -27,25 +27,25 @@ class Efficiency:
     """What software reaches of the makers' figures."""
 
     matrix: float = 0.8
-    """Of the figure for arithmetic, by large matrix products and convolutions: cuBLAS has about 250 of an A100's 312
-    TFLOPS in fp16."""
+    """What large matrix products and convolutions reach of the figure for arithmetic: cuBLAS has about 250 of an
+    A100's 312 TFLOPS in fp16."""
     attention: float = 0.6
-    """The same of attention in one kernel: FlashAttention-2's paper has 170 to 190 TFLOPS for both ways on an A100."""
+    """What attention in one kernel reaches: FlashAttention-2 has 170 to 190 TFLOPS for both ways on an A100."""
     unaligned: float = 0.34
-    """Of what a matrix product reaches on tensor cores, if a size is no multiple of 8, as GPT-2's vocabulary of 50,257:
+    """The share of `matrix` on tensor cores if a size is no multiple of 8, as GPT-2's vocabulary of 50,257:
     fitted to the published iterations of GPT on A100s."""
     bandwidth: float = 0.6
-    """Of the memory's figure: fitted to the same."""
+    """What kernels reach of the memory's figure: fitted to the same."""
     launch_ms: float = 0.056
     """For Python, autograd and the driver to launch one kernel: fitted to the same."""
     start_ms: float = 0.005
     """What a kernel takes on the device however little it does, as an empty one on an A100."""
     link: float = 0.75
-    """Of a link's figure, by copies and by NCCL's rings: 225 of an A100's 300 GB/s."""
+    """What copies and NCCL's rings reach of a link's figure: 225 of an A100's 300 GB/s."""
     link_ms: float = 0.01
     """Latency of one message within a machine, as of NCCL over NVLink."""
     network_ms: float = 0.02
-    """The same between two machines."""
+    """Latency of one message between two machines."""
 
 
 @final
@@ -73,7 +73,7 @@ class DeviceRun:
         return self.reached.start_ms + 1000 * max(scale * operation.flops / self._flops(operation), traffic)
 
     def layer_ms(self, kernels: Sequence[float]) -> float:
-        """Of one layer in one direction, from the durations of its kernels."""
+        """How long one layer takes in one direction, from the durations of its kernels."""
         return max(self.reached.launch_ms * len(kernels), sum(kernels))
 
     def moving_ms(self, bytes: float) -> float:
@@ -108,7 +108,7 @@ class DeviceRun:
 @final
 @dataclass(frozen=True)
 class LayerUpdate:
-    """Of one layer."""
+    """How much the update of one layer reads and writes."""
 
     parameters: int
     gradients: int

@@ -29,7 +29,7 @@ HOST_LINK = TransferCost(0.01, 12e9)
 @dataclass(frozen=True)
 class EstimatedDevices:
     runs: Sequence[DeviceRun]
-    """Of one pipeline, in order; all others are like it."""
+    """The devices of one pipeline, in order; all others are like it."""
     name: str
 
     @property
@@ -40,7 +40,7 @@ class EstimatedDevices:
 
 @final
 class EstimatedCosts:
-    """Of a model on devices that are not here."""
+    """Estimates the costs of a model on devices that this machine does not have."""
 
     def __init__(
         self,

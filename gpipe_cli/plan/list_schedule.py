@@ -34,7 +34,7 @@ class Policy:
     patience: tuple[float, ...]
     """Per worker, the share of a weight gradient by which it may delay the next action rather than wait for it."""
     patience_at_end: tuple[float, ...]
-    """The same once the worker has run all its forwards."""
+    """Per worker, the patience that it has once it has run all its forwards."""
     protects_last: bool = False
     """Whether no weight gradient may delay the last input gradient of a worker, which all earlier workers wait for."""
 

@@ -56,7 +56,7 @@ LAYER_RUNS, PHASE_RUNS = 7, 15
 BETWEEN_MACHINES = TransferCost(0.0, 12e9)
 """Not measured: the bandwidth of PCIe 3.0 x16, or of a network of 100 Gbit/s."""
 MEASURING_SHARE = 0.8
-"""Of the budget; the search has the rest."""
+"""The share of the budget for measuring; the search has the rest."""
 MEASURING_ROOM = 0.8
 """The share of an accelerator's free memory for the layers that are measured; kernels need the rest while they run."""
 HINT = "try a smaller batch_size, or estimate the costs: gpipe plan device=<name>"
@@ -80,7 +80,7 @@ class MicroBatchSize:
 @final
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Of micro-batches of one size on one kind of device."""
+    """Measured costs of micro-batches of one size on one kind of device."""
 
     layers: Sequence[LayerTimes]
     phases: PhaseTimes
@@ -147,9 +147,9 @@ class MeasuredSource:
         self._link = cache(measure_link)
         self._kinds = [device_kind(device) for device in devices]
         self._measured: dict[tuple[int, str, int], MeasuredCosts] = {}
-        """By rows of a micro-batch, kind of device and number of workers."""
+        """The costs by rows of a micro-batch, kind of device and number of workers."""
         self.costs = cache(self._costs_at)
-        """Of the first devices, for micro-batches of a size that was measured."""
+        """The costs on the first devices, for micro-batches of a size that was measured."""
         self.origin = ""
 
     def prepare(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
@@ -315,7 +315,7 @@ def measure_costs(
 
 
 def device_kind(device: torch.device) -> str:
-    """The same for devices that are equally fast."""
+    """The kind of a device, which is equal for devices that are equally fast."""
     return device_name(device) if is_accelerator(device) else device.type
 
 

@@ -53,7 +53,7 @@ class OffloadPlanner:
     """Between host and device."""
     sample_of: Callable[[int], Sample]
     costs_of: Callable[[int], LayerCosts]
-    """Of a micro-batch with so many rows, on one device."""
+    """The costs of a micro-batch with so many rows, on one device."""
 
     def best(self, divisions: Sequence[MicroBatches], checkpoints: Iterable[str]) -> Prediction | None:
         """The one with the most samples per second; None if none fits."""

@@ -65,7 +65,7 @@ def _repeated(actions: Sequence[tuple[int, Kind, int]], chunks: int) -> tuple[Ac
 
 
 def _blocks(hops: tuple[int, ...], devices: int) -> Iterator[Block]:
-    """Those in which no action of a device meets one of another micro-batch, thanks to waits at the two turns."""
+    """Blocks whose waits at the two turns keep a device's actions apart from those of other micro-batches."""
     for waits in product(range(1, _PERIOD), repeat=2):
         block = [_with_weight_grads(begins) for begins in _begins(hops, waits, devices)]
         if all(block):

@@ -32,7 +32,7 @@ EFFORT = 100_000
 POLICIES = 500
 """At most so many orders are built for one placement; a short pipeline gains nothing from more."""
 CURVE_EFFORT, CURVE_POLICIES = 20_000, 100
-"""The same for each point of the curve of bubble against memory."""
+"""Effort and policies for each point of the curve of bubble against memory."""
 SHARES = (1 / 3, 0.5, 0.75, 1.0, 1.5, 2.0)
 """The memory of the curve, as multiples of what the usual schedule keeps."""
 LEAST_GAIN = 0.01
@@ -43,7 +43,7 @@ SEARCHED_PLANS = 3
 CONSIDERED_PLANS = 5
 """Orders are searched for pipelines among so many of the best plans, however many the user wants to see."""
 MOST_ACTIONS = 20_000
-"""Of a pipeline that gets an order."""
+"""A pipeline with more actions gets no order."""
 
 
 @final
@@ -110,9 +110,9 @@ class MemoryPoint:
     """The bubble of the best order that keeps within some memory."""
 
     share: float
-    """Of what the usual schedule keeps on the device that keeps most."""
+    """The memory as a multiple of what the usual schedule keeps on the device that keeps most."""
     bytes: float
-    """For activations, on each device."""
+    """The bytes for activations on each device."""
     bubble: float
     """The idle share of the busiest device."""
 
@@ -197,7 +197,7 @@ class OrderPlanner:
 
 
 def _pipelines(plans: Sequence[Prediction]) -> list[Prediction]:
-    """Those among the considered plans, each balance once; an order does not depend on the schedule it replaces."""
+    """The pipelines of the considered plans, each balance once: an order is the same whatever it replaces."""
     chosen: dict[object, Prediction] = {}
     for plan in plans[:CONSIDERED_PLANS]:
         shape = plan.shape

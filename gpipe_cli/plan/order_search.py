@@ -199,7 +199,7 @@ class _Search:
         return replace(policy, protects_last=not policy.protects_last)
 
     def _changed_patience(self, patience: tuple[float, ...], scheduled: Scheduled) -> tuple[float, ...]:
-        """Of some neighboring workers, or of those that have the most time to wait."""
+        """Change the patience of some neighboring workers, or of those that have the most time to wait."""
         draw, workers = self._random, len(patience)
         if draw.random() < 0.4:
             first, count = draw.randrange(workers), draw.choice((1, 2, 4))

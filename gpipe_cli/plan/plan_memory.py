@@ -37,7 +37,7 @@ MAX_CHUNKS_PER_DEVICE = 8
 
 @final
 class PlanMemory:
-    """Of micro-batches of any number of rows."""
+    """Finds how much memory micro-batches need, for any number of rows."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class PlanMemory:
         """`limits` has one for each device; empty: memory is unlimited."""
         self._settings, self._model, self._sample_of = settings, model, sample_of
         self.limit = max(limits, default=None)
-        """Of the device with the most memory."""
+        """The limit of the device with the most memory."""
         self.limits = limits
         self.stats = cache(self._stats_of)
         self._objective = cache(lambda rows: self._objective_from(self.stats(rows)))
@@ -144,7 +144,7 @@ class PlanSizes:
     loader: BatchLoader
     memory: PlanMemory
     devices: int
-    """Of one replica."""
+    """The number of devices of one replica."""
     replicas: int
     estimated: bool
 
@@ -173,7 +173,7 @@ class PlanSizes:
         return [chunks for chunks in powers_of_two(most) if chunks <= self._most_chunks]
 
     def rows(self, batch_size: int, chunks: int) -> int:
-        """Of the largest micro-batch."""
+        """How many rows the largest micro-batch has."""
         replicas = self.replicas * self.loader.replicas
         return max(self.loader.least_rows, -(-batch_size // (chunks * replicas)))
 
@@ -197,7 +197,7 @@ class PlanSizes:
 
     @cached_property
     def _most_rows(self) -> int:
-        """Of a micro-batch that may fit."""
+        """The most rows, as a power of two, of a micro-batch that may fit."""
         rows = 1
         while 2 * rows <= len(self.loader.data.train) and self.memory.may_fit(2 * rows, self.devices):
             rows *= 2

@@ -68,7 +68,7 @@ class CostSource(Protocol):
         """Measure or estimate; the rows of the sizes that are known now."""
 
     def costs(self, rows: int, devices: int) -> LayerCosts:
-        """Of a micro-batch on the first devices."""
+        """The costs of a micro-batch on the first devices."""
 
     def host_transfer(self) -> TransferCost: ...
 
@@ -251,7 +251,7 @@ class Planner:
         )
 
     def _with_orders(self, planned: Planned) -> Planned:
-        """The same with orders that are searched for, if there is time."""
+        """Add plans with orders that are searched for, if there is time."""
         given = self._given("schedule")
         wanted = not given or self._settings.schedule.name == AUTO
         if time.monotonic() > self._deadline and not (given and wanted):

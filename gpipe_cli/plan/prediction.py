@@ -60,7 +60,7 @@ class Limit:
     share: float
     """By this share the step would be shorter without it."""
     shares: Mapping[str, float]
-    """The same of everything that could be the limit."""
+    """The share by which the step would be shorter without each thing that could be the limit."""
 
 
 @final
@@ -70,18 +70,18 @@ class Prediction:
     balance: tuple[int, ...]
     step_ms: float
     lower_bound_ms: float
-    """Of any balance of this shape."""
+    """A lower bound of the step's time for any balance of this shape."""
     bubble: float
     batch_size: int
     samples_per_second: float
     memory: tuple[PartitionMemory, ...]
-    """Of each device."""
+    """The memory of each device."""
     limit: Limit
     engine: str
     engine_memory: int | None = None
     """The limit of the slices of engine=offload, whose layers `balance` then counts."""
     devices: tuple[str, ...] = ()
-    """Those that a command to train must name; none if the default is what they are."""
+    """The devices that a command to train must name; none if the default is what they are."""
     device_memory: int | None = None
     """The limit of memory of its devices, if there is one."""
     chose_batch_size: bool = False
@@ -126,7 +126,7 @@ class Prediction:
 
     @property
     def replica_overrides(self) -> str:
-        """The same for one of several replicas, without the devices."""
+        """The overrides for one of several replicas, without the devices."""
         return f"{self._batch_size_override}{self._pipeline_overrides}"
 
     @property

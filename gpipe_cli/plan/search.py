@@ -180,7 +180,7 @@ def lowest_bound(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple
 
 
 def _bound_of_groups(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple[float, Balance] | None:
-    """The same for very many layers, which memory must hold: the balance divides groups of a few layers."""
+    """`lowest_bound` for very many layers, which memory must hold: it divides groups of a few layers."""
     length = max(1, costs.layers // max(MOST_LAYERS, 4 * spec.partitions))
     borders = sorted({*range(0, costs.layers, length), costs.frozen_layers, costs.layers})
     bound = minimize(StepBound(costs, spec, fit.without_limit), spec.partitions)
@@ -256,7 +256,7 @@ class _Candidates:
             }
 
     def balances(self, partition: int = 0, begin: int = 0) -> Iterator[Balance]:
-        """Those of the partitions from `partition` on, which begin at layer `begin`."""
+        """The balances of the partitions from `partition` on, which begin at layer `begin`."""
         if partition == self._partitions:
             yield ()
             return

@@ -19,7 +19,7 @@ from gpipe_cli.schedule.simulate import PartitionCost
 from gpipe_cli.schedule.spec import PipelineSpec
 
 MOST_ACTIONS = 200_000
-"""Of one simulation: half a second."""
+"""A simulation of so many actions takes half a second."""
 MOST_TICKS = 60_000
 STEADY = 7
 """Rounds of one micro-batch per device after which the start no longer matters."""

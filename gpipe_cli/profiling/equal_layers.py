@@ -31,7 +31,7 @@ MOST_EQUAL = 64
 
 
 def layer_key(layer: nn.Module, value: Any) -> Hashable:
-    """The same for two layers that do the same with values of the same shapes."""
+    """A key that is equal for two layers that do the same with values of the same shapes."""
     tensors, template = flatten(value, "input")
     plain = tuple(map(type, plain_values(template)))  # 1 equals True
     return structure(layer), template, plain, *map(signature, tensors)
@@ -43,7 +43,7 @@ class LayerSample:
     """Some layers of a model that run as a model of their own, with at most a few of each kind."""
 
     kinds: Sequence[Hashable]
-    """Of every layer of the model; equal layers have the same."""
+    """The kind of every layer of the model; equal layers have the same."""
     places: Sequence[int]
     """The layers in the sample; those that come before a layer end with what it takes."""
 
@@ -95,7 +95,7 @@ class LayerSample:
 
 
 def structure(layer: nn.Module) -> Hashable:
-    """The same for two layers that do the same with inputs of the same shapes."""
+    """A key that is equal for two layers that do the same with inputs of the same shapes."""
     return tuple((path, type(module), _attributes(module)) for path, module in layer.named_modules())
 
 

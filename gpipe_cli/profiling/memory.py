@@ -93,7 +93,7 @@ def resident_memory(
     optimizer: MakeOptimizer | StateBytes | None,
     kept: KeptState = whole_state,
 ) -> list[PartitionMemory]:
-    """The same without activations, which needs no stats about the layers.
+    """The memory of each partition without activations, which needs no stats about the layers.
 
     optimizer: makes it, or the bytes of its state; None if there is no update.
     """

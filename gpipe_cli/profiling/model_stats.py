@@ -265,7 +265,7 @@ class _FakeRun:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """The same tensor where backward ends, on which a layer may still write in place."""
+    """A tensor of the same values at which backward ends, and on which a layer may still write in place."""
     if not tensor.requires_grad:
         return tensor
     leaf: Tensor = _Identity.apply(tensor.detach().requires_grad_())  # type: ignore[no-untyped-call]

@@ -61,7 +61,7 @@ def state_bytes(make: MakeOptimizer, parameters: NamedParameters) -> list[int]:
 
 
 def state_by_parameter(make: MakeOptimizer, module: nn.Module) -> StateBytes:
-    """The same for each parameter of a module."""
+    """The bytes of the optimizer's state for each parameter of a module."""
     named = list(module.named_parameters())
     return dict(zip((parameter for _, parameter in named), state_bytes(make, named), strict=True))
 

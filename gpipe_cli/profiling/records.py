@@ -130,7 +130,7 @@ class WatchedLayer:
         return watched
 
     def with_storages(self, storages: dict[int, int]) -> WatchedLayer:
-        """The same of another layer, whose storages are others."""
+        """A copy for another layer, whose storages are others."""
         other = WatchedLayer(self._parameters)
         other.storages = storages
         other.output_shape, other.output_bytes = self.output_shape, self.output_bytes

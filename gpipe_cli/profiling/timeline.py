@@ -115,7 +115,7 @@ class PartitionTime:
     recompute: float
     """The part of `busy` that checkpointing costs."""
     bubble: float
-    """Of the worker, which several partitions may share."""
+    """The bubble of the partition's worker, which several partitions may share."""
     waiting: float
 
 

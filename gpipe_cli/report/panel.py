@@ -112,7 +112,7 @@ class ProgressPanel:
         self._screen = _Screen(self, self._console)
         self._terminal = ExitStack()
         self.drawn_widths: list[int] = []
-        """Of the lines of the last frame."""
+        """The widths of the lines of the last frame."""
 
     def __enter__(self) -> Self:
         self._terminal.enter_context(without_control_echo(self._console.file))

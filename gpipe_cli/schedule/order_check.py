@@ -18,7 +18,7 @@ from gpipe_cli.schedule.action import Action, Kind, Order
 
 HALVES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 MOST_NAMED = 4
-"""Of the workers that wait for each other; a file may have thousands."""
+"""How many of the workers that wait for each other a message names; a file may have thousands."""
 
 
 @final

@@ -23,11 +23,11 @@ class PartitionCost:
 
     forward: float
     backward: float
-    """Of input and weights together."""
+    """The backward of input and weights together."""
     recompute: float = 0.0
-    """Before the backward of a checkpointed micro-batch."""
+    """The forward that runs again before the backward of a checkpointed micro-batch."""
     transfer: float = 0.0
-    """Of the output to the next partition, and of its gradient in the other direction."""
+    """The copy of the output to the next partition, and of its gradient in the other direction."""
     saved_bytes: int = 0
     """Saved for backward."""
     input_bytes: int = 0
@@ -263,7 +263,7 @@ class Live(NamedTuple):
     """The micro-batches of a partition that are alive at one moment, or by how many their number changes."""
 
     graphs: float
-    """Those with everything their backward needs; a fraction if only a part of it is kept."""
+    """Micro-batches with everything their backward needs; a fraction if only a part of it is kept."""
     inputs: int
     """Checkpointed ones, whose input is kept until their backward has ended."""
 

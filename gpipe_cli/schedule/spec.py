@@ -40,7 +40,7 @@ class PipelineSpec:
 
     @cached_property
     def partitions_per_device(self) -> int:
-        """Of the device with the most."""
+        """How many partitions the device with the most of them has."""
         workers = self.traits.workers
         if workers is None:  # in turn
             return -(-self.partitions // (self.devices or self.partitions))

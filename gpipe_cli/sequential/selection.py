@@ -83,10 +83,10 @@ class FrozenParameters:
     patterns: tuple[str, ...]
     """As the user gave them."""
     names: tuple[str, ...]
-    """Of the parameters they match."""
+    """The names of the parameters that the patterns match."""
     elements: int
     all_elements: int
-    """Of the whole model."""
+    """The number of elements of the whole model."""
 
     def __str__(self) -> str:
         numbers = f"{self.elements:,} of {self.all_elements:,} parameters"

@@ -44,7 +44,7 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_ELEMENTS = 2**62
-"""Of all dimensions multiplied, empty ones counted as 1: torch computes this product for strides too."""
+"""The largest product of all dimensions, with 1 for empty ones: torch computes it for strides too."""
 MAX_DIMENSIONS = 64
 
 

@@ -25,7 +25,7 @@ from gpipe_cli.safe_files import open_regular
 StateDicts = dict[str, dict[str, Tensor]]
 """By the dotted key at which the file has each; "" is the file itself."""
 _MAX_DEPTH = 3
-"""Of dicts within dicts in which tensors are looked for."""
+"""How deep dicts may be nested for their tensors to be found."""
 
 
 def read_weights(path: str | Path, key: str = "model.weights") -> StateDicts:

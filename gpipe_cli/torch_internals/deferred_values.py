@@ -146,7 +146,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.nbytes: list[int] = []
-        """Of each key."""
+        """The size in bytes of each key's memory."""
         self._steps: list[TapeStep] = []
         self._writers: list[list[int]] = []
         """For each key, the steps that make or change the tensor."""
@@ -215,7 +215,7 @@ class Tape:
 SMALL = 2**16
 """Elements. Smaller tensors have memory and values: constructors compute with them, and they take little."""
 MAX_BYTES_IN_MEMORY = 2**28
-"""Of large tensors, besides those of one operation: an initialization may read what it has just written."""
+"""Bytes of large tensors kept besides one operation's: an initialization may read what it just wrote."""
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _aten = torch.ops.aten
@@ -254,7 +254,7 @@ class DeferredValues:
     def __init__(self) -> None:
         self._tape = Tape()
         self._keys: dict[int, int] = {}
-        """Of tensors that are still in use, by the id of their storage."""
+        """The keys of tensors that are still in use, by the id of their storage."""
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
         self._in_memory = Storages(self._tape.nbytes)
         """The current values of a few tensors, the most recently used last."""

@@ -189,7 +189,7 @@ def _register_kernels() -> None:
 
 
 def _random_operators() -> Iterator[OpOverload]:
-    """Those that draw themselves. A composite operator falls through to the operators it is made of."""
+    """The operators that draw random numbers themselves; a composite one falls through to its operators."""
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         packet_name, _, overload = rest.partition(".")

@@ -46,7 +46,7 @@ class KernelCost(NamedTuple):
 
     name: str
     flops: int
-    """Those of matrix products, convolutions and attention; the time of everything else depends on its bytes."""
+    """FLOPs of matrix products, convolutions and attention; all other times depend on bytes."""
     activation_bytes: int
     """Read and written, in proportion to the rows of the micro-batch."""
     weight_bytes: int

@@ -82,7 +82,7 @@ class StoredTensor:
         return self
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> DeferredTensor:
-        """Of this dtype; on no device yet."""
+        """The tensor with this dtype, on no device yet."""
         read, kind = self._read, dtype or self._outline.dtype
         return DeferredTensor.of(self.shape, kind, self.name, lambda: read().to(kind))
 

@@ -11,7 +11,7 @@ from gpipe_cli.runs.reader import as_number, as_text
 from gpipe_cli.values import lower_is_better
 
 WINDOW_COLUMNS = ("loss_mean", "loss_min", "loss_max")
-"""Of the train loss over the steps since the row before; they are drawn as one curve with the loss."""
+"""Columns of the training loss over the steps since the row before, drawn as one curve with the loss."""
 OTHER_COLUMNS = {"step", "epoch", "split", "seconds", *WINDOW_COLUMNS}
 """Columns without a curve of their own: most say where a row stands, not what was measured."""
 MAX_POINTS = 600

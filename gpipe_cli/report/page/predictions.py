@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, final
 from gpipe_cli.runs.reader import as_int, as_list, as_number, as_rows, as_text
 
 MAX_CLASSES = 100
-"""Of a matrix that is drawn."""
+"""The most classes of a matrix that is drawn."""
 MAX_COUNT = 10**15
 MAX_SAMPLES = 24
 MAX_PAIRS = 30
@@ -61,7 +61,7 @@ class Predictions:
     unit: str
     """What was counted: samples or pixels."""
     names: Mapping[int, str]
-    """Of the classes that have one."""
+    """The name of each class that has one."""
     counts: tuple[tuple[int, ...], ...]
     """By target and predicted class; empty if there are too many classes to draw."""
     pairs: tuple[ConfusedPair, ...]

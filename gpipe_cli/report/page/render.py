@@ -159,7 +159,7 @@ class TimelineDrawing:
     axis_height: ClassVar = 20
     min_width: ClassVar = 900
     min_bar_width: ClassVar = 14
-    """Of the average bar: the picture scrolls if the screen is narrower than that."""
+    """The least width of the average bar: the picture scrolls if the screen is too narrow for it."""
     letter_width: ClassVar = 7
 
     @cached_property

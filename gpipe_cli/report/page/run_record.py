@@ -129,7 +129,7 @@ class RunRecord:
     curves: tuple[MetricCurve, ...] = ()
     layers: tuple[LayerCost, ...] = ()
     unit: str = "ms"
-    """Of the layers' costs: ms or flops."""
+    """The unit of the layers' costs: ms or flops."""
     recorded_step: int | None = None
     """Which step of a training the timeline shows; None for a profile, which shows one of its own steps."""
     measured: TimelineRecord | None = None
@@ -145,7 +145,7 @@ class RunRecord:
     next_commands: Mapping[str, str] = field(default_factory=dict)
     """What you can do with the run, each purpose with its command."""
     state: RunState | None = None
-    """Of a training run."""
+    """The state of a training run; None for other runs."""
     weights: Mapping[str, str] = field(default_factory=dict)
     """What was loaded and what is frozen."""
     predictions: Predictions | None = None

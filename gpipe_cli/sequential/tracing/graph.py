@@ -194,10 +194,10 @@ class NodeInfo:
     result: Any = None
     """What a call that decides returned."""
     expected: Any = None
-    """The same with expressions, where several runs were generalized."""
+    """`result` with expressions, where several runs were generalized."""
     kind: type = NoneType
     place: Place | None = None
-    """Of a tensor; the rest is about tensors too, but for `size`."""
+    """What tells a tensor apart from others; the fields below are about tensors too, except for `size`."""
     shape: tuple[int, ...] = ()
     bytes: int = 0
     requires_grad: bool = False
@@ -255,7 +255,7 @@ class TraceGraph:
     """Builds what the model returned from the tensors that the graph returns."""
     spans: list[WriteSpan]
     sizes: tuple[Size, ...] = ()
-    """Those that vary."""
+    """The sizes that vary."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """What the graph reads as attributes although the model has none of that name: tensors and other objects."""
 

@@ -30,7 +30,7 @@ class TracedLayer(nn.Module):
         self.input_check: InputCheck | None = None
         """Set on the first layer."""
         self.traced_class = ""
-        """Of the module whose code this layer is, if it is that of a whole module."""
+        """The class of the module whose code this layer is, if it is that of a whole module."""
         self._pops: list[SkipName] = []
         self._stashes: list[SkipName] = []
         self._graphs: dict[bool, fx.Graph] = {}

@@ -53,7 +53,7 @@ class TraceSample:
         if not self.tensors:
             raise ConfigError("the sample holds no tensor; give a tensor, a tuple or a dict with tensors")
         self.keys = tuple(value) if isinstance(value, dict) else None
-        """Those of a dict."""
+        """The keys of a dict; None for another value."""
         self.constants = plain_values(self._template)
         """Arguments that are no tensors, which the trace fixes."""
         paths = dict(reversed([*_paths(self._template)]))
