@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 3072
-LARGEST_SHARE = 0.25
+MAX_PEAK_SHARE = 0.25
 ADDRESS_LIMIT = 4 * 10**9
-LARGEST_COST = 1.5
-LARGEST_WAIT = 0.5
+MAX_STEP_COST = 1.5
+MAX_WAIT_SHARE = 0.5
 
 
 def main() -> int:
@@ -60,10 +60,10 @@ def main() -> int:
         for kind in ("plain", "disk")
     }
     table = Table("what", "offload", "plain", "ratio", "at most", box=None)
-    missed = _row(table, "peak, GB", disk["peak"] / 1e9, plain["peak"] / 1e9, LARGEST_SHARE)
-    missed += _row(table, "step, batch 256, s", disk["step"], _expected(plain), LARGEST_COST)
+    missed = _row(table, "peak, GB", disk["peak"] / 1e9, plain["peak"] / 1e9, MAX_PEAK_SHARE)
+    missed += _row(table, "step, batch 256, s", disk["step"], _expected(plain), MAX_STEP_COST)
     _row(table, "step, batch 32, s", small["step"], _expected(small_plain), None)
-    missed += _row(table, "waited / without prefetch, s", disk["waited"], waiting["waited"], LARGEST_WAIT)
+    missed += _row(table, "waited / without prefetch, s", disk["waited"], waiting["waited"], MAX_WAIT_SHARE)
     console.print(table)
     for kind, result in limited.items():
         console.print(f"within {ADDRESS_LIMIT:,} bytes of addresses, {kind}: {'runs' if result else 'dies'}")

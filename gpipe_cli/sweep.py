@@ -86,7 +86,7 @@ SWEEPS = Path("runs", "sweep")
 DIRECTORY_KEYS = ("run_dir", "resume")
 """Keys that say where a sweep is, and are no part of what it computes."""
 SWEEP_DIR, SWEEPER = "hydra.sweep.dir", ("hydra.sweeper", "hydra/sweeper")
-MOST_JUDGED = 100
+MAX_JUDGED = 100
 """Combinations to compose before the first job. Of more, each value is composed with the first ones of other keys."""
 HYDRA = HydraConf(
     defaults=[
@@ -104,7 +104,7 @@ HYDRA = HydraConf(
 
 STOP = "stop"
 """The file that asks the jobs to stop."""
-LONGEST_NAME = 60
+MAX_JOB_NAME = 60
 POLL_SECONDS = 0.1
 PROCESS = socket.gethostname(), os.getpid()
 
@@ -281,7 +281,7 @@ def _judged(request: Request) -> _Sweep:
     """Compose and check the jobs of a sweep, as far as they are known before the first one runs."""
     words, hydra_words = sweep_words(request), _hydra_words(request)
     values = list(words.values())
-    jobs = list(product(*values)) if math.prod(map(len, values)) <= MOST_JUDGED else _each_value(values)
+    jobs = list(product(*values)) if math.prod(map(len, values)) <= MAX_JUDGED else _each_value(values)
     with stop_immediately():
         configs = [compose(replace(request, words=(*job, *hydra_words))) for job in jobs]
         _store(configs[0])
@@ -497,7 +497,7 @@ def job_name(words: Iterable[str]) -> str:
     given = sorted(word.lstrip("+") for word in words)
     readable = "_".join(re.sub(r"[^\w.+-]+", "-", word, flags=re.ASCII) for word in given) or "job"
     digest = hashlib.sha256("\0".join(given).encode()).hexdigest()
-    return f"{readable[:LONGEST_NAME]}-{digest[:8]}"
+    return f"{readable[:MAX_JOB_NAME]}-{digest[:8]}"
 
 
 # Where launchers unpickle a Task, they import this module first, and then resolve the name of the directory.

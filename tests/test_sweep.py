@@ -199,7 +199,7 @@ def test_what_a_sweep_cannot_do_is_said_in_one_line_before_anything_is_written(
 def test_of_very_many_combinations_each_value_is_judged(
     tiny: Gpipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpipe_cli.sweep.MOST_JUDGED", 7)
+    monkeypatch.setattr("gpipe_cli.sweep.MAX_JUDGED", 7)
     before = set(tmp_path.iterdir())
     answer = tiny("train", "-m", "seed=1,2", "chunks=2,4", "batch_size=20,x")
     assert answer.code == 2 and "batch_size=x: expected a whole number" in answer.err

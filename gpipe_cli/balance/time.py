@@ -29,7 +29,7 @@ from gpipe_cli.balance.solver import (
 )
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
-from gpipe_cli.profiling.layer_times import MOST_REPEATS
+from gpipe_cli.profiling.layer_times import MAX_REPEATS
 from gpipe_cli.profiling.measurements import ProfileCache
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, has_values
@@ -66,7 +66,7 @@ def balance(
         raise ConfigError(f"balance.measure={measure}: must be auto or always")
     require_layers(len(module), partitions)
     usable = profiles if profiles is not None else ProfileCache(None)
-    repeats = MOST_REPEATS if measure == "always" else measured_repeats(trained_micro_batches)
+    repeats = MAX_REPEATS if measure == "always" else measured_repeats(trained_micro_batches)
     layers: Sequence[LayerTimes] | None = None
     if cache:
         layers = usable.stored_times(module, sample, seconds, repeats)
@@ -81,7 +81,7 @@ def balance(
 
 def measured_repeats(trained: int | None) -> int:
     """How often the layers run to be measured for so many trained micro-batches; fewer than `LEAST_REPEATS`: never."""
-    return MOST_REPEATS if trained is None else min(MOST_REPEATS, int(MEASURED_SHARE * trained))
+    return MAX_REPEATS if trained is None else min(MAX_REPEATS, int(MEASURED_SHARE * trained))
 
 
 def balance_times(

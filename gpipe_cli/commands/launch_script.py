@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import final
 
 from gpipe_cli import launch
-from gpipe_cli.config.checks import MOST_RANKS, check
+from gpipe_cli.config.checks import MAX_RANKS, check
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import LaunchScriptConfig
 from gpipe_cli.config.words import sets_key, without_keys
@@ -140,8 +140,8 @@ def _check_own_keys(settings: LaunchScriptConfig, words: Sequence[str]) -> None:
 def _check(settings: LaunchScriptConfig, machines: Machines) -> None:
     """Raise ConfigError where devices, partitions or replicas do not fit the ranks."""
     devices, ranks = settings.devices, machines.ranks
-    if ranks > MOST_RANKS:
-        raise ConfigError(f"{machines.given}: more than {MOST_RANKS} ranks")
+    if ranks > MAX_RANKS:
+        raise ConfigError(f"{machines.given}: more than {MAX_RANKS} ranks")
     count = len(devices) if isinstance(devices, list) else devices
     if devices != "auto" and count != ranks:
         raise ConfigError(f"devices={devices}: {machines.given} make {ranks} ranks; give a device for each")

@@ -27,7 +27,7 @@ from gpipe_cli.plan.estimated import estimated_devices
 from gpipe_cli.plan.measured import verify_plans
 from gpipe_cli.plan.planner import Planned, Planner
 from gpipe_cli.plan.prediction import OFFLOAD, Prediction, advice, best_and_plain
-from gpipe_cli.plan.step_time import MOST_ACTIONS
+from gpipe_cli.plan.step_time import MAX_SIMULATED_ACTIONS
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.model_tables import print_device_memory, print_plans
 from gpipe_cli.report.output import print_status
@@ -108,7 +108,7 @@ def _step(best: Prediction, planned: Planned) -> StepTimeline | None:
     """The best plan's, unless a picture of it would be unreadable."""
     if best.engine == OFFLOAD:
         return None
-    if best.shape.actions > MOST_ACTIONS or best.shape.partitions > MAX_PICTURE:
+    if best.shape.actions > MAX_SIMULATED_ACTIONS or best.shape.partitions > MAX_PICTURE:
         return None
     spec = best.shape.spec(planned.cores)
     return StepTimeline.simulated(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))

@@ -40,9 +40,9 @@ NO_CHOICE = {
     "shard=optimizer, and more partitions to divide the parameters"
 }
 """Why a value that somebody may expect is not one of the choices."""
-MOST_RANKS = 1024
+MAX_RANKS = 1024
 """The limit on threads, workers and processes, above the cores of the largest machines and the GPUs of a large job."""
-LARGEST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 PROCESSES = "gpipe_cli.engines.processes.build"
 WITHOUT_FILES = {*schema.COMPONENT_GROUPS} - {"model", "data"}
 """Components that read no files."""
@@ -72,8 +72,8 @@ RULES: Sequence[tuple[str, Callable[[Any], bool], str]] = (
     ),
     (
         "threads devices partitions data_parallel nodes gpus_per_node ranks_per_node",
-        lambda value: _number(value) > MOST_RANKS,
-        f"must be at most {MOST_RANKS}",
+        lambda value: _number(value) > MAX_RANKS,
+        f"must be at most {MAX_RANKS}",
     ),
     ("requeue", lambda value: value > 1000, "must be at most 1000"),
     ("port", lambda value: value > 65535, "must be at most 65535"),
@@ -109,8 +109,8 @@ def check(settings: schema.CommandConfig) -> None:
 def check_numbers(plain: Mapping[Any, Any]) -> None:
     """Reject whole numbers beyond 64 bits before anything converts them; they may be too long to print."""
     for key, value in flatten(plain, inner=True):
-        if isinstance(value, int) and abs(value) > LARGEST_SEED:
-            raise ConfigError(f"{key}: a whole number must be between -{LARGEST_SEED} and {LARGEST_SEED}")
+        if isinstance(value, int) and abs(value) > MAX_SEED:
+            raise ConfigError(f"{key}: a whole number must be between -{MAX_SEED} and {MAX_SEED}")
 
 
 def _values(given: Mapping[str, Any]) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _devices(flat: Mapping[str, Any]) -> Iterator[str]:
             isinstance(name, str) or _is_count(name) or (is_plan and isinstance(name, Mapping))
             for name in devices
         )
-        if not 1 <= len(devices) <= MOST_RANKS or not all(known):
+        if not 1 <= len(devices) <= MAX_RANKS or not all(known):
             yield f"devices={devices}: expected a list of names or numbers such as [cpu,cpu] or [0,1]"
             return
     elif not _is_count(devices, 1):

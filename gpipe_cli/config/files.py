@@ -31,8 +31,8 @@ from gpipe_cli.errors import ConfigError, did_you_mean
 from gpipe_cli.safe_files import UnsafeFile, read_regular
 from gpipe_cli.values import flatten
 
-MOST_BYTES = 64 * 1024
-MOST_REFERENCES = 24
+MAX_CONFIG_BYTES = 64 * 1024
+MAX_REFERENCES = 24
 """A reference may name a text with references: if each names three, this many make a text 6,561 times as long."""
 DEEPEST = 32
 HYDRA_CURE = "no file may configure Hydra; give it on the command line"
@@ -85,10 +85,10 @@ def dump_mapping(plain: dict[str, Any]) -> str:
 def read_config_text(path: Path, *, base: Path | None = None) -> str:
     """The whole file as text; a FIFO, a device or a file that is too large is refused without waiting for it."""
     try:
-        return read_regular(path, MOST_BYTES, base=base).decode("utf-8-sig")
+        return read_regular(path, MAX_CONFIG_BYTES, base=base).decode("utf-8-sig")
     except UnsafeFile as error:
         raise ConfigError(
-            f"{path}: {error}; a configuration is a regular file of at most {MOST_BYTES // 1024} KiB"
+            f"{path}: {error}; a configuration is a regular file of at most {MAX_CONFIG_BYTES // 1024} KiB"
         ) from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name, or bytes that are not UTF-8
         if base is not None and isinstance(error, FileNotFoundError):
@@ -127,9 +127,9 @@ def _check_limits(text: str, name: str) -> None:
 def check_references(plain: Any) -> None:
     """Refuse an unresolved tree with so many references that resolving them could take hours."""
     count = sum(text.count("${") for text in _texts(plain))
-    if count > MOST_REFERENCES:
+    if count > MAX_REFERENCES:
         raise ConfigError(
-            f"configuration: has {count} references ${{...}}; gpipe takes at most {MOST_REFERENCES}"
+            f"configuration: has {count} references ${{...}}; gpipe takes at most {MAX_REFERENCES}"
         )
 
 

@@ -22,7 +22,7 @@ from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
 FIRST = "Keys"
 """The heading of the keys that matter most, and of keys that stand below no heading."""
-LARGEST_FILE = 65_536
+MAX_KEYS_BYTES = 65_536
 """Bytes of a file of keys that help and completion read."""
 QUOTES = "\"'"
 HINTS = {
@@ -261,7 +261,7 @@ def _words_of_file(words: Iterable[str]) -> list[str]:
     """The recipe and the options that a file of keys chooses; none if it cannot be read, which a run reports."""
     path = Path(next((word for word in words if word.startswith("config=")), "").removeprefix("config="))
     with suppress(OSError, ValueError):
-        if path.is_file() and path.stat().st_size <= LARGEST_FILE:
+        if path.is_file() and path.stat().st_size <= MAX_KEYS_BYTES:
             values = Option(path.name, path).keys.items()
             choosing = (*GROUPS, "recipe", SCALE_KEY)
             return [f"{key}={value.strip(QUOTES)}" for key, (value, _) in values if key in choosing]

@@ -42,7 +42,7 @@ SEARCHED_PLANS = 3
 """How many of the best pipelines get an order of their own; each takes about a second."""
 CONSIDERED_PLANS = 5
 """Orders are searched for pipelines among so many of the best plans, however many the user wants to see."""
-MOST_ACTIONS = 20_000
+MAX_SEARCHED = 20_000
 """A pipeline with more actions gets no order."""
 
 
@@ -169,7 +169,7 @@ class OrderPlanner:
         if only and not searched and any(plan.shape.devices > 1 for plan in plans[:CONSIDERED_PLANS]):
             reason = "no order of the best pipelines fits the memory of the devices"
             if not pipelines:
-                reason = f"the best pipelines have more than {MOST_ACTIONS:,} actions, too many to search"
+                reason = f"the best pipelines have more than {MAX_SEARCHED:,} actions, too many to search"
             raise ConfigError(f"schedule={AUTO}: {reason}; remove it")
         fixed = [plan for plan in plans if plan.shape.devices == 1 or not only]
         return sorted([*fixed, *searched], key=lambda plan: plan.step_ms)
@@ -201,6 +201,6 @@ def _pipelines(plans: Sequence[Prediction]) -> list[Prediction]:
     chosen: dict[object, Prediction] = {}
     for plan in plans[:CONSIDERED_PLANS]:
         shape = plan.shape
-        if shape.devices > 1 and shape.actions <= MOST_ACTIONS:
+        if shape.devices > 1 and shape.actions <= MAX_SEARCHED:
             chosen.setdefault((plan.balance, shape.devices, shape.chunks, shape.checkpoint), plan)
     return list(chosen.values())[:SEARCHED_PLANS]

@@ -27,14 +27,14 @@ from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.schedule.spec import PipelineSpec
 
 Balance = tuple[int, ...]
-MOST_ACTIONS_PER_SHAPE = 200_000
+MAX_ACTIONS_PER_SHAPE = 200_000
 """Simulating so many takes half a second."""
 ROUNDING = 1 - 1e-9
 """Bounds and steps add the same numbers in other orders."""
 NEARBY = 24
-MOST_SEGMENTS = 300_000
+MAX_SEGMENTS = 300_000
 """Checking so many partitions one by one takes a second."""
-MOST_LAYERS = 256
+MAX_LAYERS = 256
 """If memory must hold more, groups of a few layers are divided instead."""
 
 
@@ -161,7 +161,7 @@ def search(
                 # Queued again with its tighter bound: most shapes are pruned by one of the two and never simulated.
                 heappush(queue, (max(bound, start[0]), number, replace(queued, fit=fit, start=start)))
             continue
-        best = best_balance(queued.costs, spec, queued.fit, queued.start, MOST_ACTIONS_PER_SHAPE, deadline)
+        best = best_balance(queued.costs, spec, queued.fit, queued.start, MAX_ACTIONS_PER_SHAPE, deadline)
         plan = RankedPlan(replace(queued.shape, checkpoint=best.checkpoint), best)
         # A fitted shape whose partitions all recompute the same is also in the space under that mode.
         if all(plan.shape != other.shape for other in plans):
@@ -173,7 +173,7 @@ def search(
 
 def lowest_bound(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple[float, Balance] | None:
     """A bound below all balances that fit, and a balance near it; None if none fits."""
-    if fit.only is None and costs.layers > MOST_LAYERS:
+    if fit.only is None and costs.layers > MAX_LAYERS:
         return _bound_of_groups(costs, spec, fit)
     solution = minimize(StepBound(costs, spec, fit), spec.partitions)
     return None if solution is None else (solution.largest, tuple(solution.balance))
@@ -181,7 +181,7 @@ def lowest_bound(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple
 
 def _bound_of_groups(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple[float, Balance] | None:
     """`lowest_bound` for very many layers, which memory must hold: it divides groups of a few layers."""
-    length = max(1, costs.layers // max(MOST_LAYERS, 4 * spec.partitions))
+    length = max(1, costs.layers // max(MAX_LAYERS, 4 * spec.partitions))
     borders = sorted({*range(0, costs.layers, length), costs.frozen_layers, costs.layers})
     bound = minimize(StepBound(costs, spec, fit.without_limit), spec.partitions)
     solution = minimize(StepBound(costs.grouped(borders), spec, fit.grouped(borders)), spec.partitions)
@@ -224,7 +224,7 @@ def best_balance(
         price,
         budget=max(1, min(NEARBY, budget // actions)),
     )
-    if spec.partitions * costs.layers**2 > MOST_SEGMENTS:
+    if spec.partitions * costs.layers**2 > MAX_SEGMENTS:
         return result(best, bound)
     candidates = _Candidates(costs, spec, fit, price(best))
     for number, other in enumerate(candidates.balances()):

@@ -2,7 +2,7 @@
 
 The latter is for thousands of devices and millions of actions, under schedules that follow a clock: each action has a
 tick, and what it needs is at an earlier one on the neighbouring device. So `_Clock` advances all devices together, tick
-by tick, with one array operation each. Beyond `MOST_TICKS` the pipeline has long been in a steady state, in which
+by tick, with one array operation each. Beyond `MAX_TICKS` the pipeline has long been in a steady state, in which
 another round of micro-batches always takes the same time: the difference of two shorter steps gives that time.
 """
 
@@ -18,9 +18,9 @@ from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.schedule.simulate import PartitionCost
 from gpipe_cli.schedule.spec import PipelineSpec
 
-MOST_ACTIONS = 200_000
+MAX_SIMULATED_ACTIONS = 200_000
 """A simulation of so many actions takes half a second."""
-MOST_TICKS = 60_000
+MAX_TICKS = 60_000
 STEADY = 7
 """Rounds of one micro-batch per device after which the start no longer matters."""
 
@@ -34,14 +34,14 @@ def step_ms(spec: PipelineSpec, costs: LayerCosts, balance: Sequence[int]) -> fl
 
 def simulated_step(spec: PipelineSpec, costs: Sequence[PartitionCost]) -> float:
     """In milliseconds, or whatever unit the costs are in."""
-    if 2 * spec.partitions * spec.micro_batches > MOST_ACTIONS:
+    if 2 * spec.partitions * spec.micro_batches > MAX_SIMULATED_ACTIONS:
         return long_step(spec, costs)
     return spec.simulate(costs).step
 
 
 def can_simulate(spec: PipelineSpec) -> bool:
     """Whether the step can be computed in seconds."""
-    return 2 * spec.partitions * spec.micro_batches <= MOST_ACTIONS or follows_clock(spec)
+    return 2 * spec.partitions * spec.micro_batches <= MAX_SIMULATED_ACTIONS or follows_clock(spec)
 
 
 def follows_clock(spec: PipelineSpec) -> bool:
@@ -57,7 +57,7 @@ def long_step(spec: PipelineSpec, costs: Sequence[PartitionCost]) -> float:
     devices = spec.devices or spec.partitions
     # How many rounds of one micro-batch per device are added instead of run.
     ticks_per_micro_batch = 2 * spec.partitions // devices
-    most = max((STEADY + 1) * devices, MOST_TICKS // ticks_per_micro_batch - 2 * devices)
+    most = max((STEADY + 1) * devices, MAX_TICKS // ticks_per_micro_batch - 2 * devices)
     rounds = max(0, -(-(spec.micro_batches - most) // devices))
     if rounds == 0:
         return _Clock(spec, costs).run()

@@ -26,7 +26,7 @@ _NUMBERED = frozenset({"layer_idx"})
 """A layer of Hugging Face's knows its number, which only says where a cache of generated tokens belongs."""
 
 
-MOST_EQUAL = 64
+MAX_EQUAL_LAYERS = 64
 """How many equal layers are measured: together they are larger than a cache, unless their parameters matter little."""
 
 
@@ -48,7 +48,7 @@ class LayerSample:
     """The layers in the sample; those that come before a layer end with what it takes."""
 
     @staticmethod
-    def of(kinds: Sequence[Hashable], crossed: Collection[int], most: int = MOST_EQUAL) -> LayerSample:
+    def of(kinds: Sequence[Hashable], crossed: Collection[int], most: int = MAX_EQUAL_LAYERS) -> LayerSample:
         """`crossed` are the layers that a skip passes or reaches, which depend on more than their input."""
         by_kind: dict[Hashable, list[int]] = defaultdict(list)
         for place, kind in enumerate(kinds):

@@ -35,7 +35,7 @@ from gpipe_cli.profiling.timeline import IsLate, StepTimeline, never_late, run_s
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.torch_internals.tensors import storage_of
 
-MOST_REPEATS = 50
+MAX_REPEATS = 50
 
 
 def layer_stats(module: nn.Sequential, sample: Sample) -> list[LayerStats]:
@@ -54,7 +54,7 @@ def layer_times(
     *,
     seconds: float = 1.0,
     repeats: int = 5,
-    most_repeats: int = MOST_REPEATS,
+    most_repeats: int = MAX_REPEATS,
     is_late: IsLate = never_late,
 ) -> list[LayerTimes]:
     """Medians of at least `repeats` runs, and of up to `most_repeats` while `seconds` last."""

@@ -34,7 +34,7 @@ from gpipe_cli import __version__
 from gpipe_cli.accelerator.devices import device_name, is_accelerator
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.profiling.layer_times import MOST_REPEATS, forward_times, layer_times
+from gpipe_cli.profiling.layer_times import MAX_REPEATS, forward_times, layer_times
 from gpipe_cli.profiling.phase_times import PhaseTimes, measure_forward_backward, measure_phase_times
 from gpipe_cli.profiling.records import LayerTimes, Sample, has_values
 from gpipe_cli.profiling.timeline import IsLate, never_late
@@ -92,7 +92,7 @@ class ProfileCache:
         return self.measured_times(module, sample, seconds) if stored is None else stored
 
     def stored_times(
-        self, module: nn.Sequential, sample: Sample, seconds: float, repeats: int = MOST_REPEATS
+        self, module: nn.Sequential, sample: Sample, seconds: float, repeats: int = MAX_REPEATS
     ) -> list[LayerTimes] | None:
         """The times of an earlier measurement, at least as long as `measured_times` would take, if they still hold."""
         runs = has_values(module)
@@ -108,7 +108,7 @@ class ProfileCache:
         return layers if self._still_holds(stored, drift) else None
 
     def measured_times(
-        self, module: nn.Sequential, sample: Sample, seconds: float, repeats: int = MOST_REPEATS
+        self, module: nn.Sequential, sample: Sample, seconds: float, repeats: int = MAX_REPEATS
     ) -> list[LayerTimes]:
         """Measure now, for `seconds` or until each layer ran `repeats` times, and store the result."""
         if not has_values(module):
@@ -122,7 +122,7 @@ class ProfileCache:
         took = time.perf_counter() - began
         self.origin = "; ".join([f"layers measured in {took:.1f} s", *self.outdated])
         # A measurement that ended early serves runs of the same length only, such as the one after its dry run.
-        ended_early = repeats < MOST_REPEATS and took < seconds
+        ended_early = repeats < MAX_REPEATS and took < seconds
         key = fingerprint(module, sample) | ({"repeats": repeats} if ended_early else {})
         if not self._is_late():
             self._store.save(key, seconds, load, [astuple(layer) for layer in layers])

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.profiling.equal_layers import MOST_EQUAL, LayerSample, layer_key
+from gpipe_cli.profiling.equal_layers import MAX_EQUAL_LAYERS, LayerSample, layer_key
 from gpipe_cli.profiling.records import LayerStats, Sample, Shape, SkipStats, WatchedLayer, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names, original_output
@@ -83,7 +83,7 @@ class ModelStats:
     def layer_sample(self, room: float = inf) -> LayerSample:
         """The layers to measure: a few of each kind, fewer if a step of them takes more than `room` bytes."""
         crossed = {place for skip in self.skips for place in range(skip.begin + 1, skip.end + 1)}
-        most = MOST_EQUAL
+        most = MAX_EQUAL_LAYERS
         sample = LayerSample.of(self.kinds, crossed, most)
         while most > 1 and self._step_bytes(sample.places) > room:
             most //= 2

@@ -40,7 +40,7 @@ PER_PARTITION = 4
 """Micro-batches of a step for each partition: with fewer, what happens once in a step, such as waking up the workers,
 would count as part of every micro-batch."""
 LEAST_STEPS = 3
-MOST_STEPS = 50
+MAX_MEASURED_STEPS = 50
 
 
 @final
@@ -197,7 +197,7 @@ class _Steps:
                 pipe,
                 step,
                 least=LEAST_STEPS,
-                most=MOST_STEPS,
+                most=MAX_MEASURED_STEPS,
                 seconds=self.seconds,
                 is_late=self.is_late,
             )

@@ -20,9 +20,9 @@ from gpipe_cli.safe_files import read_regular
 from gpipe_cli.schedule.action import Action, Kind, Order, ScheduleTraits
 from gpipe_cli.schedule.order_check import check_order
 
-MOST_BYTES = 32 * 2**20
-MOST_ACTIONS = 1_000_000
-MOST_WORKERS = 4096
+MAX_ORDER_BYTES = 32 * 2**20
+MAX_ACTIONS = 1_000_000
+MAX_WORKERS = 4096
 _TORCH = re.compile(r"(?P<partition>[0-9]{1,6})(?P<kind>[FBIW])(?P<micro_batch>[0-9]{1,6})")
 _READABLE = re.compile(r"(?P<kind>[FBIW])(?P<partition>[0-9]{1,6})\.(?P<micro_batch>[0-9]{1,6})")
 
@@ -85,7 +85,7 @@ def read_schedule(path: Path | str, *, base: Path | None = None) -> FixedOrder:
     """
     path = Path(path)
     try:
-        text = read_regular(path, MOST_BYTES, base=base).decode("utf-8-sig")
+        text = read_regular(path, MAX_ORDER_BYTES, base=base).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name, or bytes that are not UTF-8
@@ -96,15 +96,15 @@ def read_schedule(path: Path | str, *, base: Path | None = None) -> FixedOrder:
 def parse_schedule(text: str, path: str, *, is_csv: bool) -> FixedOrder:
     """The checked schedule of the content of a file; `path` names it in messages."""
     order: list[tuple[Action, ...]] = []
-    left = MOST_ACTIONS
+    left = MAX_ACTIONS
     for number, line in enumerate(text.splitlines(), start=1):
         written = line if is_csv else line.partition("#")[0]
         actions = tuple(islice(_actions(path, number, written, is_csv=is_csv), left + 1))
         left -= len(actions)
         if actions:
             order.append(actions)
-        if left < 0 or len(order) > MOST_WORKERS:
-            raise ConfigError(f"{path}: has more than {MOST_WORKERS:,} workers or {MOST_ACTIONS:,} actions")
+        if left < 0 or len(order) > MAX_WORKERS:
+            raise ConfigError(f"{path}: has more than {MAX_WORKERS:,} workers or {MAX_ACTIONS:,} actions")
     if not order:
         raise ConfigError(f"{path}: has no actions")
     return FixedOrder(path, tuple(order))

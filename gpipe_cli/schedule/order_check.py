@@ -17,7 +17,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule.action import Action, Kind, Order
 
 HALVES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
-MOST_NAMED = 4
+MAX_NAMED_WORKERS = 4
 """How many of the workers that wait for each other a message names; a file may have thousands."""
 
 
@@ -132,8 +132,8 @@ def _circular(order: Order, partitions: int) -> str:
     waiting = [worker for worker, actions in enumerate(order) if position[worker] < len(actions)]
     named = [
         f"worker {worker} needs {missing(action)} for {action}"
-        for worker in waiting[:MOST_NAMED]
+        for worker in waiting[:MAX_NAMED_WORKERS]
         for action in [order[worker][position[worker]]]
     ]
-    others = [f"and {len(waiting) - MOST_NAMED} others"] if len(waiting) > MOST_NAMED else []
+    others = [f"and {len(waiting) - MAX_NAMED_WORKERS} others"] if len(waiting) > MAX_NAMED_WORKERS else []
     return f"the workers wait for each other: {'; '.join([*named, *others])}" if waiting else ""

@@ -19,7 +19,7 @@ from gpipe_cli.schedule.simulate import (
     simulate,
 )
 
-MOST_LISTED = 1_000_000
+MAX_LISTED_ACTIONS = 1_000_000
 """Actions. Listing so many takes a second and some hundred megabytes."""
 
 # Consecutive specs of a search often differ only in what they recompute, and then have the same order.
@@ -63,7 +63,7 @@ class PipelineSpec:
     def peaks(self) -> list[PartitionPeaks]:
         """What each partition keeps alive; by the schedule's formula, if it has one, for an order too long to list."""
         live = self.traits.live_micro_batches
-        if live is None or 2 * self.partitions * self.micro_batches <= MOST_LISTED:
+        if live is None or 2 * self.partitions * self.micro_batches <= MAX_LISTED_ACTIONS:
             return partition_peaks(self.order, self.checkpointed_counts)
         devices = self.devices or self.partitions
         return [

@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.files import (
-    MOST_BYTES,
-    MOST_REFERENCES,
+    MAX_CONFIG_BYTES,
+    MAX_REFERENCES,
     check_content,
     check_references,
     load_yaml,
@@ -63,7 +63,7 @@ def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path, kind: str) 
     elif kind == "folder":
         path.mkdir()
     elif kind == "large":
-        path.write_bytes(b"#" * (MOST_BYTES + 1))
+        path.write_bytes(b"#" * (MAX_CONFIG_BYTES + 1))
         says = "at most 64 KiB"
     elif kind == "dangling":
         path.symlink_to(tmp_path / "nowhere")
@@ -84,7 +84,7 @@ def test_references_that_could_double_at_every_step_are_refused() -> None:
 
 def test_the_most_references_that_are_taken_are_resolved_at_once() -> None:
     """The worst that they can do: each text repeats the next one three times."""
-    depth = MOST_REFERENCES // 3
+    depth = MAX_REFERENCES // 3
     tree = {**{f"a{i}": f"${{a{i + 1}}}" * 3 for i in range(depth)}, f"a{depth}": "x"}
     check_references(tree)
     assert len(OmegaConf.create(tree).a0) == 3**depth

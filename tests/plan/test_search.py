@@ -211,8 +211,8 @@ def test_of_very_many_layers_groups_are_divided_and_the_bound_still_holds(
         return search([shape], lambda shape: costs, lambda shape: fit, keep=1)
 
     exact = result()
-    monkeypatch.setattr(search_module, "MOST_LAYERS", 15)
-    monkeypatch.setattr(search_module, "MOST_SEGMENTS", 0)
+    monkeypatch.setattr(search_module, "MAX_LAYERS", 15)
+    monkeypatch.setattr(search_module, "MAX_SEGMENTS", 0)
     grouped = result()
     if exact.plans:
         assert grouped.lower_bound_ms <= exact.plans[0].best.step_ms

@@ -48,7 +48,7 @@ def test_a_steady_state_goes_on_as_the_whole_simulation_does_at_256_devices(
         for _ in range(spec.partitions)
     ]
     whole = long_step(spec, costs)
-    monkeypatch.setattr(step_time, "MOST_TICKS", 0)
+    monkeypatch.setattr(step_time, "MAX_TICKS", 0)
     assert long_step(spec, costs) == pytest.approx(whole, rel=2e-3)
 
 

@@ -83,7 +83,7 @@ def test_lines_without_actions_are_no_workers_whatever_program_wrote_them(tmp_pa
 def test_a_file_with_too_many_actions_is_refused_before_they_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MOST_ACTIONS", 3)
+    monkeypatch.setattr(files, "MAX_ACTIONS", 3)
     path = tmp_path / "a.txt"
     path.write_text("F0.0 F0.1 F0.2 F0.3 nonsense")
     with pytest.raises(ConfigError, match="or 3 actions"):

@@ -57,11 +57,11 @@
     }
   };
 
-  const MOST_RUNS = 8;
+  const MAX_RUNS = 8;
   const ofShownRuns = (runs) => {
     const texts = runs.filter(([run]) => isShown(run)).map(([run, value]) => `${value}  ${names.get(run)}`);
-    const more = texts.length - MOST_RUNS;
-    return more > 1 ? [...texts.slice(0, MOST_RUNS), `and ${more} more`] : texts;
+    const more = texts.length - MAX_RUNS;
+    return more > 1 ? [...texts.slice(0, MAX_RUNS), `and ${more} more`] : texts;
   };
 
   for (const shape of document.querySelectorAll("[data-run]")) {
