@@ -51,7 +51,7 @@ FLAGS = (
     Flag("--resolve", "with --cfg: fill in ${...}", HYDRA),
     Flag("-p, --package P", "with --cfg: print only this part of it", HYDRA),
     Flag("-i, --info X", f"print what Hydra knows: {', '.join(INFO_TOPICS)}", HYDRA),
-    Flag("-cd, --config-dir D", "search this folder for options of your own too", WITH_MODEL),
+    Flag("-cd, --config-dir D", "also search this folder for custom options", WITH_MODEL),
     Flag("-cn, --config-name N", "start from N.yaml in --config-dir instead", WITH_MODEL),
     Flag("--hydra-help", "show Hydra's own flags", HYDRA),
     Flag("--watch", "refresh the table on the terminal until Ctrl-C", ("runs",)),

@@ -237,7 +237,7 @@ class _Sweep:
         """Refuse what the sweeper or the launcher cannot do, before anything is written."""
         words, launcher = self.request.words, self.node.launcher
         if is_rank():
-            raise ConfigError("-m: a sweep starts its runs itself; leave torchrun out")
+            raise ConfigError("-m: a sweep starts its runs itself; run it without torchrun")
         if sets_key(self.swept, "run_dir"):
             raise ConfigError("run_dir: a sweep has one directory, with a folder for each job; give one name")
         if sets_key(words, "run_dir") and sets_key(words, SWEEP_DIR):

@@ -151,7 +151,7 @@ def test_a_sweep_never_continues_the_jobs_of_another_line(tiny: Gpipe, tmp_path:
 def test_torchrun_cannot_start_a_sweep(tiny: Gpipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     answer = tiny(*SWEEP)
-    assert answer.code == 2 and "-m: a sweep starts its runs itself; leave torchrun out" in answer.err
+    assert answer.code == 2 and "-m: a sweep starts its runs itself; run it without torchrun" in answer.err
 
 
 def test_a_file_that_has_changed_makes_another_sweep(tiny: Gpipe, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def _check_engine(settings: ModelConfig, overrides: Sequence[str]) -> None:
     default = f"engine={chosen_options('profile')['engine'].name}"
     has_keys = any(value is not None for key, value in settings.engine.items() if key != "_target_")
     if not settings.timeline and (engine != default or has_keys):
-        raise ConfigError(f"{engine}: is for the steps that timeline=true runs; add it, or leave this out")
+        raise ConfigError(f"{engine}: is for the steps that timeline=true runs; add it, or remove this")
     if not traits.has_timeline:
         raise ConfigError(f"{engine}: its steps cannot be recorded; remove it, which means {default}")
 

@@ -290,7 +290,7 @@ def load_initial_weights(
         return None
     if any(isinstance(parameter, DeferredParameter) for parameter in model.parameters()):
         raise ConfigError(
-            f"model.{FILE}={path}: this model reads its weights from the files in model.path; leave model.{FILE} out, "
+            f"model.{FILE}={path}: this model reads its weights from the files in model.path; remove model.{FILE}, "
             "or start from it alone with model.init=random"
         )
     head = partial(head_tensors, model, build, classes)

@@ -131,7 +131,7 @@ def with_gradient(state: StateBytes) -> TrainedBytes:
 
 @runtime_checkable
 class LossWithMetrics(Protocol):
-    """A loss of your own, whose metrics are means, as is usual. Those of the losses of gpipe are sums."""
+    """A custom loss, whose metrics are means, as is usual. Those of the losses of gpipe are sums."""
 
     def __call__(self, output: Any, target: Tensor, /) -> Tensor: ...
     def metrics(self, output: Any, target: Tensor, /) -> Mapping[str, Any]:

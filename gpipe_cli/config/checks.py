@@ -164,7 +164,7 @@ def _combinations(flat: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _schedule(flat: Mapping[str, Any]) -> str | None:
-    """The problem with the schedule, if any. Imports your own module only if the command line allows it."""
+    """The problem with the schedule, if any. Imports a custom schedule only if the command line allows it."""
     name, path, allow = flat["schedule.name"], flat["schedule.path"], flat["allow"]
     if name == FILE and path is None:
         return "schedule.path: give the file with the order, such as schedule=file schedule.path=order.csv"

@@ -330,7 +330,7 @@ class PlanConfig(CostConfig):
     plan: PlanSearchConfig = field(default_factory=PlanSearchConfig)
     """How long planning may take."""
     device: Any = None
-    """Plan for another type of device with estimated costs: a name such as a100, or figures of your own such as
+    """Plan for another type of device with estimated costs: a name such as a100, or custom figures such as
     {flops:50e12,memory:24GiB,bandwidth:1e12,link:25e9}; null: measure on this machine."""
     precision: str = "fp32"
     """fp32, bf16 or fp16 (autocast), or with `device` tf32."""

@@ -29,7 +29,7 @@ from gpipe_cli.values import flatten
 DATASETS = ("FakeData", "ImageFolder", "MNIST", "FashionMNIST", "KMNIST")
 """The torchvision datasets that unpickle nothing but tensors."""
 REMOVED_TABLES = (
-    "data=csv and predictions for tables were removed from gpipe; read the rows with a dataset of your own, such as "
+    "data=csv and predictions for tables were removed from gpipe; read the rows with a custom dataset, such as "
     "data=mydata:build"
 )
 REMOVED = {"gpipe_cli.data.csv_table.build": REMOVED_TABLES}

@@ -1,4 +1,4 @@
-"""Two map-style datasets, of torchvision or your own, as one: the first to train on, the second held out."""
+"""Two map-style datasets, torchvision's or custom ones, as one: the first to train on, the second held out."""
 
 from __future__ import annotations
 

@@ -118,5 +118,5 @@ def _check_tensors(data: Data, transform: str) -> None:
     if not isinstance(input, Tensor):
         raise ConfigError(
             f"transform={transform}: works on inputs that are one tensor, and those of the data are a "
-            f"{type(input).__name__}; choose transform=none, or a transform of your own"
+            f"{type(input).__name__}; choose transform=none, or a custom transform"
         )

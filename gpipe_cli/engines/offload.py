@@ -80,7 +80,7 @@ class Slicing:
                 raise ConfigError(f"engine.{key}={value}: must be one of: {', '.join(CHOICES[key])}")
         if self.slices is not None and self.memory is not None:
             raise ConfigError(
-                f"engine.memory={self.memory}: decides how many slices there are; leave engine.slices out"
+                f"engine.memory={self.memory}: decides how many slices there are; remove engine.slices"
             )
         if self.slices is not None and self.slices < 1:
             raise ConfigError(f"engine.slices={self.slices}: must be at least 1")

@@ -18,7 +18,7 @@ from gpipe_cli.values import parse_bytes
 
 GIB = 2**30
 NEEDED = ("flops", "memory", "bandwidth", "link")
-"""What you must say of a device of your own."""
+"""The figures that a custom device must have."""
 OPTIONAL = ("half", "tensor", "tf32")
 """Figures that null takes away."""
 
@@ -124,7 +124,7 @@ def own_device(figures: Mapping[str, Any], key: str = "device") -> DeviceSpec:
             raise ConfigError(f"{key}.{name}: unknown figure of a device; it has {', '.join(names)}")
     for name in NEEDED:
         if name not in figures:
-            raise ConfigError(f"{key}: a device of your own needs {name}")
+            raise ConfigError(f"{key}: a custom device needs {name}")
     given = {name: _figure(key, name, value) for name, value in figures.items()}
     half = given.get("half") or given["flops"]
     return DeviceSpec(**{"tensor": half, "tf32": given["flops"], **given})

@@ -169,4 +169,4 @@ def _given(settings: PlanConfig) -> list[tuple[Any, str]]:
 
 
 def _name(device: Any) -> str:
-    return "a device of your own" if isinstance(device, Mapping) else str(device)
+    return "a custom device" if isinstance(device, Mapping) else str(device)

@@ -1,7 +1,7 @@
 """The built-in orders and their table, from which every part of gpipe gets a schedule by its name.
 
 To add a schedule, add its order and its traits to `BUILT_IN`, and a YAML file to conf/schedule that names it.
-Everything else (checker, simulator, planner, engines, docs) asks the traits. A schedule of your own is a module with a
+Everything else (checker, simulator, planner, engines, docs) asks the traits. A custom schedule is a module with a
 function `order(partitions, chunks, devices)` and `TRAITS`, named by its import path, such as `mypackage.my_schedule`.
 """
 

@@ -1,4 +1,4 @@
-"""torch's runtime for an order of your own: `_PipelineScheduleRuntime`, the base of its schedules of several stages.
+"""torch's runtime for a custom order: `_PipelineScheduleRuntime`, the base of its schedules of several stages.
 
 torch adds sends and receives to the order itself. It takes any placement of stages on ranks, whole and split backwards,
 and any number of micro-batches, as long as all of one call have one shape.

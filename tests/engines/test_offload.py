@@ -357,7 +357,7 @@ def test_what_is_moved_and_waited_for_is_told(tmp_path: Path) -> None:
         ({"by": "luck"}, "engine.by=luck: must be one of: bytes, time"),
         (
             {"memory": "1GiB"},
-            "engine.memory=1GiB: decides how many slices there are; leave engine.slices out",
+            "engine.memory=1GiB: decides how many slices there are; remove engine.slices",
         ),
         ({"memory": "much", "slices": None}, "engine.memory=much: expected a number of bytes"),
     ],

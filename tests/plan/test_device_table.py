@@ -48,7 +48,7 @@ def test_a_device_of_your_own_has_one_figure_for_every_precision() -> None:
     ("figures", "message"),
     [
         ({**FIGURES, "flop": 1}, r"device\.flop: unknown figure of a device; it has flops, memory"),
-        ({"flops": 1e12}, "a device of your own needs memory"),
+        ({"flops": 1e12}, "a custom device needs memory"),
         ({**FIGURES, "link": "fast"}, r"device\.link=fast: must be a positive number"),
         ({**FIGURES, "link": 0}, r"device\.link=0: must be a positive number"),
         ({**FIGURES, "flops": True}, r"device\.flops=True: must be a positive number"),

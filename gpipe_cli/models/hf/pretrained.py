@@ -189,13 +189,13 @@ def check_targets(task: str, tokenizer: Any, say: Callable[[str], None]) -> None
     """gpipe's own data sets of text, which alone have a tokenizer, ask for the next token of each."""
     if tokenizer is not None and task == "seq2seq":
         raise ConfigError(
-            "model.task=seq2seq: data=text and data=jsonl have no input for the decoder; give data of your own whose "
+            "model.task=seq2seq: data=text and data=jsonl have no input for the decoder; give custom data whose "
             "inputs are {input_ids, attention_mask, decoder_input_ids}, with data._target_"
         )
     if tokenizer is not None and task == "masked_lm":
         say(
-            "model.task=masked_lm: data=text and data=jsonl ask for the next token, which this model sees; give data "
-            "of your own that masks tokens, with data._target_"
+            "model.task=masked_lm: data=text and data=jsonl ask for the next token, which this model sees; give custom "
+            "data that masks tokens, with data._target_"
         )
 
 
