@@ -138,7 +138,9 @@ def comments(module: Module) -> int:
 def import_depth_and_cycles(modules: list[Module]) -> tuple[int, int]:
     """The longest chain of imports that run when a module is imported, and how many groups import each other."""
     names = {module.name for module in modules}
-    graph = {module.name: set(imported(module, names)) - {module.name} for module in modules}
+    graph = {
+        module.name: set(imported(top_level(module.tree.body), names)) - {module.name} for module in modules
+    }
 
     @cache
     def reachable(name: str) -> frozenset[str]:
@@ -162,9 +164,9 @@ def import_depth_and_cycles(modules: list[Module]) -> tuple[int, int]:
     return max(depth(name) for name in names - in_cycle), len(cycles)
 
 
-def imported(module: Module, names: set[str]) -> Iterator[str]:
-    """Modules of the package that the module imports at its top level, not only for type checking."""
-    for node in top_level(module.tree.body):
+def imported(nodes: Iterable[ast.AST], names: set[str]) -> Iterator[str]:
+    """The modules of the package that these nodes of a module import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -177,6 +179,7 @@ def imported(module: Module, names: set[str]) -> Iterator[str]:
 
 
 def top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when a module is imported."""
     for node in body:
         if isinstance(node, ast.If):
             if "TYPE_CHECKING" not in ast.dump(node.test):

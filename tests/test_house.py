@@ -1,14 +1,17 @@
-"""House rules that ruff does not have: private names of torch, types of devices, sizes of files and functions."""
+"""House rules that ruff does not have: private names of torch, types of devices, sizes, names and depth of imports."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.package_source import sources, trees
+from benchmarks import codebase
+from benchmarks.codebase import Module
+from tests.support.package_source import PACKAGE, sources, trees
 
 VAGUE_NAMES = {"utils", "helpers", "common", "misc"}
 DEVICE_TYPES = {"cuda", "hip", "xpu", "mps", "npu", "mtia"}
@@ -16,6 +19,15 @@ KNOWS_DEVICE_TYPES = ("accelerator", "torch_internals/dispatch_modes.py")
 """The sanitizer is a private part of torch.cuda, and no other kind of device has one."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
+MAX_IMPORT_DEPTH = 22
+SMALL_FILE_LINES = 100
+SMALL_FILES_OF_THEIR_OWN = {
+    "__main__": "Python names it",
+    "completion": "a press of Tab loads it, and nothing else does",
+    "torch_internals.order_runtime": "it imports torch.distributed.pipelining, which costs what others need not pay",
+}
+SAME_JOB = {"protocol.py"}
+"""Names of files that do the same job for two things."""
 
 Check = Callable[[ast.AST], Iterator[str]]
 
@@ -150,3 +162,45 @@ def test_code_for_one_type_of_accelerator_is_recognized(source: str) -> None:
 
 def test_reporting_a_version_of_cuda_is_fine() -> None:
     assert problems(ast.parse("facts = {'cuda': torch.version.cuda}"), device_types) == []
+
+
+@pytest.fixture(scope="module")
+def modules() -> list[Module]:
+    return codebase.read_package(PACKAGE)
+
+
+def test_no_class_name_stands_for_two_things(modules: list[Module]) -> None:
+    classes = Counter(
+        node.name for module in modules for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in classes.items() if count > 1] == []
+
+
+def test_no_two_files_have_one_name_unless_they_do_the_same_job(modules: list[Module]) -> None:
+    files = Counter(module.path.name for module in modules)
+    assert {name for name, count in files.items() if count > 1} == {"__init__.py", *SAME_JOB}
+
+
+def test_a_small_file_has_two_importers_or_a_yaml_that_names_it(modules: list[Module]) -> None:
+    names = {module.name for module in modules}
+    importers = Counter(
+        target
+        for module in modules
+        for target in {*codebase.imported(ast.walk(module.tree), names)} - {module.name}
+    )
+    options = "".join(path.read_text(encoding="utf-8") for path in (PACKAGE.parent / "conf").rglob("*.yaml"))
+    lonely = {
+        module.name.partition(".")[2]
+        for module in modules
+        if module.lines < SMALL_FILE_LINES and importers[module.name] < 2 and f"{module.name}." not in options
+    }
+    # The name of a command is that of its file, and a package is a file because Python asks for one.
+    packages = {module.name.partition(".")[2] for module in modules if module.path.name == "__init__.py"}
+    assert {name for name in lonely - packages if not name.startswith("commands.")} == {
+        *SMALL_FILES_OF_THEIR_OWN
+    }
+
+
+def test_imports_are_not_deep_and_never_circular(modules: list[Module]) -> None:
+    depth, cycles = codebase.import_depth_and_cycles(modules)
+    assert depth <= MAX_IMPORT_DEPTH and cycles == 0

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.commands.ls import topic_of
-from gpipe_cli.config.files import (
+from gpipe_cli.config.job import Job, Summary
+from gpipe_cli.config.keys import Option, chosen_options, list_options
+from gpipe_cli.config.schema import SCHEMAS, CpConfig
+from gpipe_cli.config.yaml_files import (
     LAUNCH_KEYS,
     OPTION,
     drop_removed_keys,
@@ -20,9 +23,6 @@ from gpipe_cli.config.files import (
     recorded_words,
     saved_command,
 )
-from gpipe_cli.config.job import Job, Summary
-from gpipe_cli.config.keys import Option, chosen_options, list_options
-from gpipe_cli.config.schema import SCHEMAS, CpConfig
 from gpipe_cli.errors import ConfigError, ResourceError, RunError, or_list
 from gpipe_cli.report.formatting import one_line
 from gpipe_cli.runs.reader import has_settings

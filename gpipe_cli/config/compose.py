@@ -24,7 +24,6 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
-from gpipe_cli.config.files import WORD, ConfigFile, check_references, primary_name, read_config_file
 from gpipe_cli.config.job import Job, Rank
 from gpipe_cli.config.keys import check_words, list_options
 from gpipe_cli.config.messages import config_errors
@@ -56,6 +55,7 @@ from gpipe_cli.config.words import (
     sets_key,
     to_hydra,
 )
+from gpipe_cli.config.yaml_files import WORD, ConfigFile, check_references, primary_name, read_config_file
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.redaction import remember

@@ -26,10 +26,10 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.config.files import check_content, parse_yaml, read_config_text
 from gpipe_cli.config.keys import conf_dir, list_options, resources_dir
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, SCHEMAS
 from gpipe_cli.config.words import CUSTOM
+from gpipe_cli.config.yaml_files import check_content, parse_yaml, read_config_text
 from gpipe_cli.errors import ConfigError
 
 CONFIG_DIR = "--config-dir"

@@ -13,8 +13,8 @@ from typing import Any, final
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from gpipe_cli.config.files import drop_removed_keys, key_path, load_yaml
 from gpipe_cli.config.words import override_key
+from gpipe_cli.config.yaml_files import drop_removed_keys, key_path, load_yaml
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, load_module, nonpersistent_buffers
 from gpipe_cli.errors import ConfigError, RunError

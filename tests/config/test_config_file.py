@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.commands.cp import readable
 from gpipe_cli.config.compose import compose, compose_tree
-from gpipe_cli.config.files import is_saved, recorded_words
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.words import Request, sets_key
+from gpipe_cli.config.yaml_files import is_saved, recorded_words
 from gpipe_cli.errors import ConfigError
 from tests.support.command_line import Gpipe
 

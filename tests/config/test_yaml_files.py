@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.files import (
+from gpipe_cli.config.keys import conf_dir, resources_dir
+from gpipe_cli.config.yaml_files import (
     MAX_CONFIG_BYTES,
     MAX_REFERENCES,
     check_content,
@@ -16,7 +17,6 @@ from gpipe_cli.config.files import (
     load_yaml,
     parse_yaml,
 )
-from gpipe_cli.config.keys import conf_dir, resources_dir
 from gpipe_cli.errors import ConfigError
 
 
