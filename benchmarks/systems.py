@@ -114,7 +114,7 @@ def _gpipe_auto(case: Case, rendezvous: Rendezvous) -> Step:
     """The order that schedule=auto finds for the case's balance, from costs that are measured here and now."""
     from gpipe_cli.plan.measured import measure_costs
     from gpipe_cli.plan.order_plans import order_problems, search_order
-    from gpipe_cli.profiling.measurements import ProfileCache
+    from gpipe_cli.profiling.profile_cache import ProfileCache
     from gpipe_cli.profiling.records import Sample
     from gpipe_cli.schedule.spec import PipelineSpec
 

@@ -30,8 +30,8 @@ from gpipe_cli.balance.solver import (
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.profiling.layer_times import MAX_REPEATS
-from gpipe_cli.profiling.measurements import ProfileCache
 from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.profile_cache import ProfileCache
 from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, has_values
 from gpipe_cli.schedule.simulate import PartitionCost
 from gpipe_cli.schedule.spec import PipelineSpec

@@ -54,7 +54,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import micro_batches
-from gpipe_cli.profiling.measurements import ProfileCache, default_folder
+from gpipe_cli.profiling.profile_cache import ProfileCache, default_folder
 from gpipe_cli.profiling.records import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status

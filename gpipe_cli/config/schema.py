@@ -1,5 +1,8 @@
 """The settings of each command as a dataclass; the help shows the docstring below each field.
 
+To add a key, add a field with a docstring here and, if not every value is valid, a row in `checks`. The keys of a
+component (`optimizer.lr`, ...) are lines of its YAML file in conf/.
+
 A comment such as `# [The step]` is the heading in the help of the keys below it, up to the next one or the end of the
 class; keys below no heading come first. The classes hold types and defaults only: `checks` judges ranges and
 combinations, `compose` fills the classes from YAML. A component that can be replaced (model, data, optimizer, ...) is

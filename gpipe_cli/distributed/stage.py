@@ -155,7 +155,7 @@ class Stage(PipelineStage):
             self._note(error, Kind.BACKWARD, phase, micro_batch)
             raise
         # The graph is freed here, unless the weight half of a split backward still needs it.
-        del state.saved[partition.index, micro_batch]
+        state.release(partition.index, micro_batch, keep_graph=False)
         return self._gradients_of_input(micro_batch, entering, passing), None
 
     def _weight_half(self) -> Callable[[], None]:

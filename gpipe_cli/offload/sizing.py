@@ -1,4 +1,6 @@
-"""How much memory slices need on a device, and the fewest slices that fit; no layer is run.
+"""How much memory slices need on a device, and the fewest slices that fit engine.memory; no layer is run.
+
+Without engine.memory, engines/offload.py divides the layers into engine.slices.
 
 A slice needs its weights, optimizer state and stored gradients once per buffer. While the step is in it, it also needs
 its gradients, and then either the activations that its layers save for backward, or what its update takes.

@@ -264,7 +264,7 @@ class ActionLoop:
         started = self._record(action, position.phase, partition, started)
         # Free the graph before the gradient leaves, so that the activations of two micro-batches do not add up.
         if action.kind is Kind.BACKWARD:
-            self._release(action)
+            self._state.release(action.partition, action.micro_batch, keep_graph=self._keep_graph)
         position.phase = "copy"
         times = self._channels.send_gradients(partition, gradients, saved)
         if action.partition > 0:
@@ -279,15 +279,7 @@ class ActionLoop:
         with self._caller_modes():
             partition.backward_weights(saved, keep_graph=self._keep_graph)
         self._record(action, position.phase, partition, started)
-        self._release(action)
-
-    def _release(self, action: Action) -> None:
-        """Drop what was saved; with retain_graph, drop only a graph that recompute can build again."""
-        place = (action.partition, action.micro_batch)
-        if not self._keep_graph:
-            del self._state.saved[place]
-        elif self._state.saved[place].inputs is not None:
-            self._state.saved[place].roots = ()
+        self._state.release(action.partition, action.micro_batch, keep_graph=self._keep_graph)
 
     def _caller_modes(self) -> AbstractContextManager[object]:
         """The dispatch and function modes of the caller."""

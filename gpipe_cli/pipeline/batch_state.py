@@ -139,7 +139,7 @@ class BatchState:
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     """The caller's context variables in the forward."""
     saved: dict[tuple[int, int], SavedForBackward] = field(default_factory=dict)
-    """By partition and micro-batch."""
+    """By partition and micro-batch; `release` frees it after the backward."""
     outputs: dict[int, PartitionInput] = field(default_factory=dict)
     output_gradients: list[Gradients] = field(default_factory=list)
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
@@ -149,6 +149,13 @@ class BatchState:
     """Version counters of the input's tensors after the forward."""
     failure: BaseException | None = None
     """The first failure, where torch's schedule would wrap it in an error of its own."""
+
+    def release(self, partition: int, micro_batch: int, *, keep_graph: bool) -> None:
+        """Free the activations of a micro-batch; with `keep_graph`, only a graph that recompute can build again."""
+        if not keep_graph:
+            del self.saved[partition, micro_batch]
+        elif self.saved[partition, micro_batch].inputs is not None:
+            self.saved[partition, micro_batch].roots = ()
 
     @classmethod
     def of(

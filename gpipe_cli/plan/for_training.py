@@ -31,9 +31,9 @@ from gpipe_cli.plan.measured import measure_costs, measure_link, room_to_measure
 from gpipe_cli.plan.order_plans import order_problems, search_order
 from gpipe_cli.plan.planner import Planner
 from gpipe_cli.plan.prediction import OFFLOAD, advice
-from gpipe_cli.profiling.measurements import ProfileCache, default_folder
 from gpipe_cli.profiling.memory import with_bytes
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
+from gpipe_cli.profiling.profile_cache import ProfileCache, default_folder
 from gpipe_cli.profiling.records import Sample, frozen_layers, has_values
 from gpipe_cli.report.output import print_status
 from gpipe_cli.schedule.files import FixedOrder

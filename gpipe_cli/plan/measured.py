@@ -42,9 +42,9 @@ from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts, TransferCost
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.profiling.equal_layers import LayerSample
-from gpipe_cli.profiling.measurements import ProfileCache
 from gpipe_cli.profiling.model_stats import ModelStats
 from gpipe_cli.profiling.phase_times import PER_PARTITION, PhaseTimes
+from gpipe_cli.profiling.profile_cache import ProfileCache
 from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, preserved
 from gpipe_cli.profiling.timeline import IsLate, never_late
 from gpipe_cli.report.output import print_status

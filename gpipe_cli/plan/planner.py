@@ -41,7 +41,7 @@ from gpipe_cli.plan.search_space import (
     powers_of_two,
     searched_schedules,
 )
-from gpipe_cli.profiling.measurements import default_folder
+from gpipe_cli.profiling.profile_cache import default_folder
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.output import print_status
 from gpipe_cli.schedule import traits

@@ -12,21 +12,14 @@ None of it changes a result, and a failure costs one line of output.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-import torch
-from torch import Tensor
-from torch.nn.functional import interpolate
-
 from gpipe_cli.balance.time import partition_costs
-from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.parts import RunParts
 from gpipe_cli.build.recorded_steps import partition_times
 from gpipe_cli.config.schema import TrainConfig
@@ -34,16 +27,14 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.inference.generation import Sampling, TextFormat, TextStream, generate
-from gpipe_cli.losses.measures import are_pixel_scores, main_scores
 from gpipe_cli.profiling.records import frozen_layers
 from gpipe_cli.profiling.timeline import StepTimeline
-from gpipe_cli.report.colors import CURVES
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.predictions import png_uri
 from gpipe_cli.report.page.render import PAGE, render_page
 from gpipe_cli.report.page.run_record import read_run
 from gpipe_cli.report.trace import trace_json
+from gpipe_cli.runs.confusion_matrix import EvalObserver, predictions_json
 from gpipe_cli.runs.directory import write_json, write_text
 from gpipe_cli.sequential import layer_class, layer_names
 from gpipe_cli.training.loop import EvalResult, StepResult
@@ -56,19 +47,6 @@ MAX_SHARE = 0.02
 """The share of the time that may go into these pages: reading a long metrics.jsonl takes a while."""
 PROMPT_TOKENS, NEW_TOKENS, SECONDS = 16, 120, 5.0
 TEMPERATURE, TOP_K = 0.8, 40
-MAX_CLASSES = 1000
-"""Counting pairs of more classes would take noticeable time and memory."""
-MAX_MATRIX = 100
-"""Classes of which every pair is written; of more, only the most confused ones."""
-MAX_PAIRS = 30
-EXAMINED = 64
-"""Held-out samples from the first on, of which those to show are chosen."""
-MAX_SHOWN = 12
-MAX_WRONG = 6
-MAX_MASKS = 4
-THUMBNAIL = 96
-"""Pixels of the longer side of an image."""
-MAX_CHARACTERS = 400
 
 
 Fact = TypeVar("Fact")
@@ -224,162 +202,3 @@ def _prompt(parts: RunParts) -> list[int]:
     input = parts.loader.eval_samples[0][0]
     tokens = input["input_ids"] if isinstance(input, dict) else input
     return [int(token) for token in tokens[:PROMPT_TOKENS]]
-
-
-@final
-@dataclass(frozen=True)
-class Observed:
-    """One evaluation of a classifier."""
-
-    counts: Tensor
-    """[target class, predicted class]: how many samples, or pixels."""
-    samples: Sequence[Mapping[str, Any]]
-    """`target` and `predicted`, each a class or a mask, and a class's `confidence`, for the first samples."""
-
-
-@final
-class EvalObserver:
-    """Counts predictions while the model is evaluated."""
-
-    def __init__(self, loader: BatchLoader) -> None:
-        # Later replicas evaluate other samples than the first ones.
-        self._wants_samples = loader.replica == 0
-        self._is_text = loader.data.tokenizer is not None
-        self._counts = torch.zeros(0, dtype=torch.int64)
-        self._samples: list[dict[str, Any]] = []
-        self._failed = False
-
-    def __call__(self, output: Any, target: Tensor) -> None:
-        """Count one mini-batch. It never fails: an output that is no class score is not counted."""
-        if self._failed:
-            return
-        try:
-            self._count(output, target)
-        except Exception as error:  # noqa: BLE001 - a page must not end a training
-            self._failed = True
-            print_status(f"warning: predictions are not counted: {describe(error)}")
-
-    def _count(self, output: Any, target: Tensor) -> None:
-        scores = main_scores(output)
-        # One label per token is not a class: the tokens of a language model have their own metrics.
-        if not are_pixel_scores(scores, target) or (self._is_text and target.ndim > 1):
-            return
-        classes = scores.shape[1]
-        if not 2 <= classes <= MAX_CLASSES:
-            return
-        # Not argmax, which takes five times as long for the scores of pixels.
-        predicted, target = scores.max(1).indices.cpu(), target.cpu()
-        if not len(self._counts):
-            self._counts = torch.zeros(classes**2 + 1, dtype=torch.int64)
-            if self._wants_samples:
-                self._samples = _first_samples(scores, predicted, target)
-        # The loss has checked the labels: what is below 0 is ignored, and goes into a last place of its own.
-        pairs = torch.where(target < 0, classes**2, classes * target + predicted).flatten()
-        self._counts.scatter_add_(0, pairs, torch.ones_like(pairs))
-
-    def take(self, world: World) -> Observed | None:
-        """What was counted since the last call, over all ranks, which call it together; None if nothing was."""
-        counts = world.sum(self._counts[:-1])
-        # One rank has them: the one with the output of the first replica.
-        samples: list[dict[str, Any]] = next(filter(None, world.run_together(lambda: self._samples)), [])
-        self._counts, self._samples = torch.zeros(0, dtype=torch.int64), []
-        if not len(counts):
-            return None
-        return Observed(counts.reshape(math.isqrt(len(counts)), -1), samples)
-
-
-def _first_samples(scores: Tensor, predicted: Tensor, target: Tensor) -> list[dict[str, Any]]:
-    if target.ndim == 3:
-        masks = zip(_thumbnail(target[:MAX_MASKS]), _thumbnail(predicted[:MAX_MASKS]), strict=True)
-        return [{"target": mask.tolist(), "predicted": own.tolist()} for mask, own in masks]
-    if target.ndim != 1:
-        return []
-    confidence = scores[:EXAMINED].float().softmax(1).amax(1).cpu()
-    rows = zip(target.tolist(), predicted.tolist(), confidence.tolist(), strict=False)
-    return [
-        {"target": label, "predicted": own, "confidence": share} for label, own, share in rows if label >= 0
-    ]
-
-
-def _thumbnail(images: Tensor) -> Tensor:
-    """Images or masks [..., height, width], made smaller if they are large."""
-    stride = math.ceil(max(images.shape[-2:]) / THUMBNAIL)
-    return images[..., ::stride, ::stride]
-
-
-def predictions_json(observed: Observed, loader: BatchLoader, step: int) -> dict[str, Any]:
-    """The content of predictions.json."""
-    classes, names = len(observed.counts), loader.data.class_names
-    has_masks = any("confidence" not in sample for sample in observed.samples)
-    content: dict[str, Any] = {"step": step, "classes": classes, "unit": "pixels" if has_masks else "samples"}
-    if names is not None and len(names) == classes:
-        content["class_names"] = list(names)
-    if classes <= MAX_MATRIX:
-        content["counts"] = observed.counts.tolist()
-    else:
-        content["pairs"] = _most_confused(observed.counts)
-    return {**content, "samples": _shown_samples(observed.samples, loader)}
-
-
-def _most_confused(counts: Tensor) -> list[dict[str, int]]:
-    wrong = counts.clone().fill_diagonal_(0).flatten()
-    most = wrong.topk(min(MAX_PAIRS, len(wrong)))
-    return [
-        {"target": index // len(counts), "predicted": index % len(counts), "count": count}
-        for index, count in zip(most.indices.tolist(), most.values.tolist(), strict=True)
-        if count
-    ]
-
-
-def _shown_samples(samples: Sequence[Mapping[str, Any]], loader: BatchLoader) -> list[dict[str, Any]]:
-    """The samples worth showing, wrong ones first, each with its input; none if inputs cannot be shown."""
-    wrong = [index for index, sample in enumerate(samples) if sample["target"] != sample["predicted"]]
-    if not all(isinstance(sample["target"], int) for sample in samples):
-        wrong = []  # no mask is predicted exactly
-    shown = wrong[:MAX_WRONG]
-    shown += [index for index in range(len(samples)) if index not in wrong][: MAX_SHOWN - len(shown)]
-    rows = []
-    for index in shown:
-        input = loader.eval_samples[index][0]
-        picture = _picture(input, loader) if isinstance(input, Tensor) else None
-        if picture is not None:
-            rows.append({**_with_mask_images(samples[index]), "index": index, **picture})
-    return rows
-
-
-def _picture(input: Tensor, loader: BatchLoader) -> dict[str, str] | None:
-    if loader.data.tokenizer is not None:
-        return {"text": loader.data.tokenizer.decode(input.tolist())[:MAX_CHARACTERS]}
-    if input.ndim != 3 or input.shape[0] not in (1, 3):
-        return None
-    image = input.float()
-    low, high = float(image.min()), float(image.max())
-    if low < 0 or high > 1:  # not an image with values from 0 to 1: show it with full contrast
-        image = (image - low) / max(high - low, 1e-12)
-    size = max(image.shape[1:])
-    if size > THUMBNAIL:
-        image = interpolate(image[None], scale_factor=THUMBNAIL / size, mode="area")[0]
-    return {"image": _png((255 * image).round().to(torch.uint8).expand(3, -1, -1))}
-
-
-def _with_mask_images(sample: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(sample["target"], int):
-        return dict(sample)
-    return {
-        f"{name}_image": _png(_mask_colors(torch.tensor(sample[name]))) for name in ("target", "predicted")
-    }
-
-
-def _mask_colors(mask: Tensor) -> Tensor:
-    """[3, height, width]: class 0 and pixels without a label are gray, since the background is mostly one of them."""
-    palette = torch.tensor(
-        [(60, 64, 70), *(tuple(bytes.fromhex(color.light[1:])) for color in CURVES)], dtype=torch.uint8
-    )
-    colors = mask.clamp(min=0)
-    return palette[torch.where(colors == 0, 0, (colors - 1) % len(CURVES) + 1)].movedim(-1, 0)
-
-
-def _png(pixels: Tensor) -> str:
-    """pixels: uint8 [3, height, width]."""
-    _, height, width = pixels.shape
-    return png_uri(bytes(pixels.movedim(0, -1).contiguous().flatten().tolist()), width, height)

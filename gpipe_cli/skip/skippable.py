@@ -1,7 +1,8 @@
 """Which layer stashes and pops which skips: `@skippable`, its commands, the check that they match, and the routes.
 
 `Skippable` runs a forward that is a generator and carries out the commands it yields. Skips within a partition have no
-route: they need no transport.
+route: they need no transport. Others go directly from the partition that stashes them to the one that pops them
+(pipeline/channels.py); between ranks they pass through every partition on the way (distributed/boundary_shapes.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Makes random operators draw from keyed generators, in the threads that ask for it.
 
+The key comes from the layer and the micro-batch (pipeline/layer.py), so a recompute draws the same dropout masks as the
+forward before it, with nothing saved.
+
 torch's dispatcher has a key above autograd and autocast that no tensor carries and that each thread includes for
 itself: TESTING_ONLY_GenericMode. Every random operator gets a kernel for that key which passes the thread's generator
 on; every other operator falls through the key at no cost. A TorchDispatchMode would not do: below it, autocast no

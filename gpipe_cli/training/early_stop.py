@@ -1,4 +1,4 @@
-"""Early stopping: end a run whose evaluations no longer improve."""
+"""Early stopping: when a run whose evaluations no longer improve ends. `save_and_stop` in runs/snapshots ends it."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from gpipe_cli.balance.time import balance as by_time
 from gpipe_cli.balance.time import layer_costs, partition_costs
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling import measurements
-from gpipe_cli.profiling.measurements import ProfileCache
+from gpipe_cli.profiling.profile_cache import ProfileCache
 from gpipe_cli.profiling.records import LayerTimes, Sample
 from gpipe_cli.schedule.spec import PipelineSpec
 from tests.distributed.tasks import make

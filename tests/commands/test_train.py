@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpipe_cli.profiling import measurements
-from gpipe_cli.profiling.measurements import Drift
+from gpipe_cli.profiling.profile_cache import Drift
 from gpipe_cli.profiling.records import LayerTimes
 from tests.support.command_line import Gpipe, UserModule
 from tests.support.run_files import rows, weights

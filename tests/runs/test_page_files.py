@@ -16,7 +16,7 @@ from gpipe_cli.data.transforms import Transforms
 from gpipe_cli.distributed.world import World
 from gpipe_cli.report.page.predictions import as_png_uri
 from gpipe_cli.runs import page_files
-from gpipe_cli.runs.page_files import MAX_CLASSES, EvalObserver, predictions_json
+from gpipe_cli.runs.confusion_matrix import MAX_CLASSES, EvalObserver, predictions_json
 from tests.support.command_line import Gpipe
 
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling import measurements
+from gpipe_cli.profiling import profile_cache
 from gpipe_cli.profiling.layer_times import forward_times, layer_times
-from gpipe_cli.profiling.measurements import (
+from gpipe_cli.profiling.phase_times import PhaseTimes
+from gpipe_cli.profiling.profile_cache import (
     Drift,
     ProfileCache,
     default_folder,
@@ -28,7 +29,6 @@ from gpipe_cli.profiling.measurements import (
     recheck_layers,
     recheck_phases,
 )
-from gpipe_cli.profiling.phase_times import PhaseTimes
 from gpipe_cli.profiling.records import LayerTimes, Sample
 from gpipe_cli.skip import pop, skippable, stash
 
@@ -48,7 +48,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         calls.append(seconds)
         return layer_times(module, sample, seconds=0, repeats=1)
 
-    monkeypatch.setattr(measurements, "layer_times", watched)
+    monkeypatch.setattr(profile_cache, "layer_times", watched)
     return calls
 
 
@@ -56,8 +56,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def drift(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The multiple of the cached time that every check finds, if any is made; no clock is asked."""
     now = [1.0]
-    monkeypatch.setattr(measurements, "recheck_layers", lambda *_: Drift("layer '0'", now[0]))
-    monkeypatch.setattr(measurements, "recheck_phases", lambda *_, **__: Drift("a pipeline", now[0]))
+    monkeypatch.setattr(profile_cache, "recheck_layers", lambda *_: Drift("layer '0'", now[0]))
+    monkeypatch.setattr(profile_cache, "recheck_phases", lambda *_, **__: Drift("a pipeline", now[0]))
     return now
 
 
@@ -119,7 +119,7 @@ def test_the_cache_notes_how_busy_the_machine_was(
     load: float | None,
     noted: str,
 ) -> None:
-    monkeypatch.setattr(measurements, "load_per_core", lambda: load)
+    monkeypatch.setattr(profile_cache, "load_per_core", lambda: load)
     ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
     (path,) = tmp_path.iterdir()
     document = json.loads(path.read_text())
@@ -167,7 +167,7 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
         calls.append(balance)
         return PhaseTimes(1, 2, 3, 4, 5, 0.5, len(calls))
 
-    monkeypatch.setattr(measurements, "measure_phase_times", watched)
+    monkeypatch.setattr(profile_cache, "measure_phase_times", watched)
 
     def phases(balance: list[int], profiles: ProfileCache) -> PhaseTimes:
         devices = [torch.device("cpu")] * len(balance)
@@ -189,7 +189,7 @@ def test_a_pipeline_that_takes_another_time_now_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drift: list[float]
 ) -> None:
     results = iter([PhaseTimes(2, 4, 0, 0, 0, 0.5, 0.5), PhaseTimes(1, 2, 0, 0, 0, 0.5, 0.5)])
-    monkeypatch.setattr(measurements, "measure_phase_times", lambda *_, **__: next(results))
+    monkeypatch.setattr(profile_cache, "measure_phase_times", lambda *_, **__: next(results))
     profiles = ProfileCache(tmp_path)
 
     def phases() -> PhaseTimes:
@@ -257,7 +257,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "infinite": lambda text: text.replace('"seconds": 1', '"seconds": Infinity'),
     "not a number": edited(lambda document: document["numbers"].__setitem__(0, [float("nan"), 1])),
     "no date": edited(lambda document: document.update(measured=5)),
-    "huge": lambda text: text + " " * (measurements.MAX_BYTES + 1),
+    "huge": lambda text: text + " " * (profile_cache.MAX_BYTES + 1),
 }
 
 
@@ -285,7 +285,7 @@ def test_a_damaged_or_hostile_file_is_ignored_and_said(
 )
 def test_no_document_is_taken_for_times_that_is_none(document: Any) -> None:
     with pytest.raises(ValueError, match="it "):
-        measurements._checked(document, {"layers": 2}, 2, 2)
+        profile_cache._checked(document, {"layers": 2}, 2, 2)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, measured: list[float]) -> None:
@@ -316,7 +316,7 @@ def layers(count: int) -> nn.Sequential:
 
 
 def running(monkeypatch: pytest.MonkeyPatch, *runs: list[float]) -> None:
-    monkeypatch.setattr(measurements, "forward_times", lambda *_: list(runs))
+    monkeypatch.setattr(profile_cache, "forward_times", lambda *_: list(runs))
 
 
 def test_one_disturbed_run_does_not_cost_a_good_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +355,7 @@ def test_a_pipeline_is_run_again_until_it_agrees_three_times_at_most(
     monkeypatch: pytest.MonkeyPatch, taken: list[float], ratio: float, runs: int
 ) -> None:
     now = iter(taken)
-    monkeypatch.setattr(measurements, "measure_forward_backward", lambda *_, **__: (1.0, next(now) - 1.0))
+    monkeypatch.setattr(profile_cache, "measure_forward_backward", lambda *_, **__: (1.0, next(now) - 1.0))
     drift = recheck_phases(layers(2), WITH_LOSS, [1, 1], [CPU] * 2, 4, cached_ms=3.0, cores=2)
     assert drift.ratio == pytest.approx(ratio) and drift.what == "a pipeline of 2 partitions"
     assert not list(now) and len(taken) == runs
