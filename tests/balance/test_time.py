@@ -11,7 +11,7 @@ from gpipe_cli.balance import balance_by_time
 from gpipe_cli.balance.time import balance as by_time
 from gpipe_cli.balance.time import layer_costs, partition_costs
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling import measurements
+from gpipe_cli.profiling import profile_cache
 from gpipe_cli.profiling.profile_cache import ProfileCache
 from gpipe_cli.profiling.records import LayerTimes, Sample
 from gpipe_cli.schedule.spec import PipelineSpec
@@ -134,7 +134,7 @@ def test_a_model_too_large_to_measure_on_one_device_is_balanced_by_flops(
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(measurements, "layer_times", fails)
+    monkeypatch.setattr(profile_cache, "layer_times", fails)
     profiles, sample = ProfileCache(None), Sample(torch.ones(2, 8))
     result = by_time(widths(8, 8, 8, 8, 32, 32), sample, 2, profiles=profiles, measure="auto")
     assert result.layers == [4, 1] and "does not fit on one device" in profiles.origin
