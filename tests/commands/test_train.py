@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_cli.profiling import measurements
+from gpipe_cli.profiling import profile_cache
 from gpipe_cli.profiling.profile_cache import Drift
 from gpipe_cli.profiling.records import LayerTimes
 from tests.support.command_line import Gpipe, UserModule
@@ -187,7 +187,7 @@ def test_labels_that_the_model_does_not_have_end_with_code_3(tiny: Gpipe) -> Non
 
 
 def test_balance_time_measures_once_and_logs_it(tiny: Gpipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "recheck_layers", lambda *_: Drift("layer '0'", 1.0))
+    monkeypatch.setattr(profile_cache, "recheck_layers", lambda *_: Drift("layer '0'", 1.0))
     words = ("balance.measure=always", "balance.seconds=0", "steps=1", "threads=1")
     first, second = tiny("train", *words), tiny("train", *words, "--json")
     assert "layers measured in " in first.err
@@ -232,7 +232,7 @@ def test_a_dry_run_shows_the_partitions_that_the_run_trains_with(
 ) -> None:
     """It estimated the times from FLOPs, without a word, where the run measured them: [5, 5] instead of [7, 3]."""
     slow_start = [LayerTimes(9.0 if index == 0 else 1.0, 1.0) for index in range(8)]
-    monkeypatch.setattr(measurements, "layer_times", lambda *_, **__: slow_start)
+    monkeypatch.setattr(profile_cache, "layer_times", lambda *_, **__: slow_start)
     words = ("epochs=14", "threads=1")
     dry = tiny("train", *words, "--dry-run", "--json")
     assert [row["layers"] for row in dry.json["partitions"]] == [2, 6]
