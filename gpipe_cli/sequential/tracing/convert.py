@@ -24,7 +24,7 @@ from gpipe_cli.sequential.sequence import LayerSequence
 from gpipe_cli.sequential.tracing.cuts import CutPoint, Dataflow, choose_cuts, cut_points, used_paths
 from gpipe_cli.sequential.tracing.generalize import with_expressions_computed
 from gpipe_cli.sequential.tracing.graph import DecisionChanged, SourceLine
-from gpipe_cli.sequential.tracing.layers import build_layers
+from gpipe_cli.sequential.tracing.layers import Segment, build_layers, segments_of
 from gpipe_cli.sequential.tracing.leaves import Leaves, remedy
 from gpipe_cli.sequential.tracing.recordings import (
     Trace,
@@ -33,7 +33,6 @@ from gpipe_cli.sequential.tracing.recordings import (
     modes_restored,
 )
 from gpipe_cli.sequential.tracing.sample import SampleArguments, Size, TraceSample, shapes_of
-from gpipe_cli.sequential.tracing.segments import Segment, segments_of
 from gpipe_cli.sequential.tracing.substitutes import buffers_restored
 from gpipe_cli.torch_internals.deferred_values import without_recording
 
@@ -128,8 +127,6 @@ def _common_prefix(paths: Sequence[str]) -> str:
             break
         common.append(parts[0])
     return ".".join(common)
-
-
 
 
 def _check_modes(sequence: LayerSequence, model: nn.Module) -> None:
