@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.sequential import layer_class, layer_names
-from gpipe_cli.sequential.other_generators import generator_states
+from gpipe_cli.torch_internals.keyed_random import generator_states
 
 _WORD = (1 << 64) - 1
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -335,3 +337,14 @@ def _device_of(named: dict[str, Any]) -> torch.device:
 _DRAW_NOTHING = frozenset(
     {torch.ops.aten._fused_sdp_choice.default, torch.ops.aten._nested_tensor_softmax_with_shape.default}
 )
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of the process-wide generators outside torch, which are not keyed, by the name of their module."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    # NumPy imports it at first use, perhaps in another thread at this moment.
+    get_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
+    if get_state is not None:
+        kind, keys, position, *rest = get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), position, *rest)
+    return states

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten
 from gpipe_cli.sequential.deferred import meta_like
-from gpipe_cli.sequential.other_generators import generator_states
 from gpipe_cli.sequential.tracing.graph import (
     INPUTS,
     ConstantTensor,
@@ -50,6 +49,7 @@ from gpipe_cli.sequential.tracing.substitutes import (
     with_values,
     without_values,
 )
+from gpipe_cli.torch_internals.keyed_random import generator_states
 from gpipe_cli.torch_internals.modules import intercept_calls, without_function_modes
 from gpipe_cli.torch_internals.tensors import storage_of, version_of
 
