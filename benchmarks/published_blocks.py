@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published_gpt import Row, gpt_facts, read_rows
-from gpipe_cli.plan.device_costs import DeviceRun, estimate_costs
 from gpipe_cli.plan.device_table import DEVICES
+from gpipe_cli.plan.estimated import DeviceRun, estimate_costs
 
 SEQUENCE = 1024
 

@@ -22,8 +22,8 @@ from torch.nn import functional
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.losses.cross_entropy import TokenCrossEntropy
 from gpipe_cli.models import amoebanetd, gpt
-from gpipe_cli.plan.device_costs import DeviceRun, Efficiency, estimate_costs
 from gpipe_cli.plan.device_table import DEVICES, own_device
+from gpipe_cli.plan.estimated import DeviceRun, Efficiency, estimate_costs
 from gpipe_cli.plan.step_time import simulated_step
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from benchmarks.models import megatron_gpt
 from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.plan.device_costs import DeviceRun, Efficiency, LayerUpdate, estimate_costs
 from gpipe_cli.plan.device_table import DEVICES
+from gpipe_cli.plan.estimated import DeviceRun, Efficiency, LayerUpdate, estimate_costs
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample

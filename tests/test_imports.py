@@ -82,7 +82,6 @@ WITHOUT_TORCH = {
     "schedule",
     "plan.bound",
     "plan.costs",
-    "plan.device_costs",
     "plan.device_table",
     "plan.list_schedule",
     "plan.order_candidates",

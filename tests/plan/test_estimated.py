@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.plan.device_costs import DeviceRun, Efficiency, LayerUpdate, estimate_costs
 from gpipe_cli.plan.device_table import DEVICES, DeviceSpec
+from gpipe_cli.plan.estimated import DeviceRun, Efficiency, LayerUpdate, estimate_costs
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.files import FixedOrder
