@@ -64,7 +64,7 @@ from gpipe_cli.redaction import redacted
 from gpipe_cli.report import output
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.sweep_results import JobResult, print_sweep, print_sweep_json
+from gpipe_cli.report.tables import JobResult, print_sweep, print_sweep_json
 from gpipe_cli.runs.directory import lock_run_directory, make_run_directory, write_json
 from gpipe_cli.runs.reader import RunReader, has_settings
 from gpipe_cli.training.signals import (
