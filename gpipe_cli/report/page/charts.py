@@ -19,8 +19,7 @@ from markupsafe import Markup
 
 from gpipe_cli.report.colors import CURVES, curve_class
 from gpipe_cli.report.formatting import format_value, printable
-from gpipe_cli.report.page.curves import CurvePoint
-from gpipe_cli.report.page.run_record import RunRecord
+from gpipe_cli.report.page.run_record import CurvePoint, RunRecord
 
 FIRST_METRICS = ("loss", "top1", "accuracy", "mean_iou", "lr", "samples_per_second")
 """The order of charts; other metrics follow by name."""

@@ -12,9 +12,8 @@ from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.colors import curve_class
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import ChartLine, Scale, chart_figure, draw_chart, shape
-from gpipe_cli.report.page.curves import CurvePoint
 from gpipe_cli.report.page.render import TimelineDrawing, render
-from gpipe_cli.report.page.run_record import median_step
+from gpipe_cli.report.page.run_record import CurvePoint, median_step
 from gpipe_cli.report.trace import IDEAL, trace_events
 
 Facts = Mapping[str, Any]

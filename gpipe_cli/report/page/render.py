@@ -27,8 +27,13 @@ from gpipe_cli.report.colors import ACTIONS, color_style, partition_class
 from gpipe_cli.report.formatting import format_value, printable
 from gpipe_cli.report.page.charts import Scale, comparison_charts, metric_charts
 from gpipe_cli.report.page.comparison import Comparison
-from gpipe_cli.report.page.curves import MetricCurve
-from gpipe_cli.report.page.run_record import RunRecord, TimelineBar, TimelineRecord, verdict_counts
+from gpipe_cli.report.page.run_record import (
+    MetricCurve,
+    RunRecord,
+    TimelineBar,
+    TimelineRecord,
+    verdict_counts,
+)
 from gpipe_cli.runs.reader import as_number, flat_config, monitor_of
 from gpipe_cli.safe_files import UnsafeFile, open_regular
 
