@@ -28,10 +28,9 @@ from gpipe_cli.data.documents import (
     reading,
     text_file,
 )
-from gpipe_cli.data.file_tokenizer import FileTokenizer, read_tokenizer
 from gpipe_cli.data.token_cache import Piece
 from gpipe_cli.data.token_data import TokenSpec, document_data, encode_documents, stored_tokens, stream_data
-from gpipe_cli.data.tokenizer import ByteTokenizer, DocumentTokenizer
+from gpipe_cli.data.tokenizer import ByteTokenizer, DocumentTokenizer, FileTokenizer, read_tokenizer
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.values import check_whole_number

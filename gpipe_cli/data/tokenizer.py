@@ -1,9 +1,35 @@
-"""Text to tokens and back, as data sets of text and `gpipe generate` use it."""
+"""Text to tokens and back, as data sets of text and `gpipe generate` use it: by bytes, or by a tokenizer in files.
+
+In files means a tokenizer.json, or a directory as transformers saves it, with the chat template. A tokenizer.json alone
+needs only the package tokenizers. It does not say which tokens begin and end a text or pad it; tokenizer_config.json in
+the directory does. Nothing is downloaded, unpickled or run.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Sequence
-from typing import Protocol, final
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol, final
+
+from gpipe_cli import huggingface
+from gpipe_cli.data.chat import ChatTemplate
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.safe_files import read_regular
+
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+_MAX_BYTES = 2**28
+_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
+"""The suffixes of the files that make up a tokenizer."""
 
 
 class Tokenizer(Protocol):
@@ -74,3 +100,122 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         # A model may have a larger vocabulary than its data.
         return bytes(token for token in tokens if token < self.vocabulary).decode(errors="replace")
+
+
+@final
+class FileTokenizer:
+    """A `Tokenizer` and a `DocumentTokenizer`."""
+
+    def __init__(
+        self,
+        backend: Any,
+        digest: str,
+        *,
+        bos: int | None = None,
+        eos: int | None = None,
+        padding: int | None = None,
+        chat: ChatTemplate | None = None,
+    ) -> None:
+        """backend: a tokenizers.Tokenizer."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.digest, self.chat = digest, chat
+        self.vocabulary = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.prefix, suffix = _special_tokens(backend)
+        self.suffix = suffix if eos is None or suffix[-1:] == (eos,) else (*suffix, eos)
+        self.start = next(iter(self.prefix), bos)
+        self.ends = frozenset(() if eos is None else (eos,))
+        self.padding = eos if padding is None else padding
+
+    def encode(self, text: str) -> list[int]:
+        # A command line may contain bytes that are not UTF-8, which Python represents by surrogates.
+        piece = text.encode(errors="surrogateescape").decode(errors="replace")
+        return [*self.prefix, *self._backend.encode(piece, add_special_tokens=False).ids]
+
+    def encode_pieces(self, pieces: Sequence[bytes]) -> list[list[int]]:
+        texts = [piece.decode() for piece in pieces]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._backend.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+def read_tokenizer(path: str, eos_token: str | None = None) -> FileTokenizer:
+    """eos_token: the token that ends a text, instead of the tokenizer's own."""
+    key, location = f"data.tokenizer={path}", Path(path)
+    tokenizer = _read_directory(location, key) if location.is_dir() else None
+    backend = _read_backend(location, key) if tokenizer is None else tokenizer.backend_tokenizer
+    if not backend.get_vocab_size():
+        raise ConfigError(f"{key}: has no tokens")
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    if eos_token is not None:
+        eos = backend.token_to_id(eos_token)
+        if eos is None:
+            raise ConfigError(f"data.eos_token={eos_token}: is no token of {path}")
+    digest = _digest(location)
+    if tokenizer is None:
+        return FileTokenizer(backend, digest, eos=eos)
+    return FileTokenizer(
+        backend,
+        digest,
+        bos=tokenizer.bos_token_id,
+        eos=eos,
+        padding=tokenizer.pad_token_id,
+        chat=ChatTemplate.of(tokenizer),
+    )
+
+
+def _read_directory(directory: Path, key: str) -> Any:
+    if not any((directory / name).exists() for name in VOCABULARIES):
+        raise ConfigError(
+            f"{key}: has no tokenizer.json and no vocabulary ({', '.join(VOCABULARIES[1:])}); gpipe reads no pickled "
+            "tokenizers, save it again with `save_pretrained`"
+        )
+    tokenizer = huggingface.load_tokenizer(directory)
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{key}: is a {type(tokenizer).__name__}, which is not available as a tokenizer.json; choose another one"
+        )
+    return tokenizer
+
+
+def _read_backend(path: Path, key: str) -> Any:
+    # The default warns in every process that is forked after the first use of a tokenizer.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    try:
+        package = importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}: needs the package tokenizers; install it: {huggingface.INSTALL}"
+        ) from error
+    try:
+        return package.Tokenizer.from_buffer(read_regular(path, _MAX_BYTES))
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{key}: no such file or directory; gpipe downloads nothing, give a local tokenizer.json or its directory"
+        ) from error
+    except Exception as error:  # the package raises plain Exception for a damaged file
+        raise ConfigError(f"{key}: is no tokenizer.json: {' '.join(str(error).split())[:200]}") from error
+
+
+def _digest(path: Path) -> str:
+    """A digest of the tokenizer's files and of the version of the package that reads them."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+    digest = blake2b(importlib.import_module("tokenizers").__version__.encode())
+    for file in files:
+        content = read_regular(file, _MAX_BYTES)
+        digest.update(f"{file.name} {len(content)}\n".encode(errors="surrogateescape") + content)
+    return digest.hexdigest()
+
+
+def _special_tokens(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the tokenizer puts before and after every text."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    own = [place for place, is_special in enumerate(encoding.special_tokens_mask) if not is_special]
+    if not own:
+        return tuple(encoding.ids), ()
+    return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])

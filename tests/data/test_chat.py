@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.data.chat import ChatError
-from gpipe_cli.data.file_tokenizer import FileTokenizer, read_tokenizer
+from gpipe_cli.data.tokenizer import FileTokenizer, read_tokenizer
 from tests.support.tokenizers import CHATML, save_tokenizer
 
 MARKED = (

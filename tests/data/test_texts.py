@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 import gpipe_cli.data
 from gpipe_cli.data import documents
-from gpipe_cli.data.file_tokenizer import read_tokenizer
 from gpipe_cli.data.loading import batches
 from gpipe_cli.data.texts import build_jsonl, build_text
+from gpipe_cli.data.tokenizer import read_tokenizer
 from gpipe_cli.errors import ConfigError, DataError, GpipeError, ResourceError
 from tests.support.tokenizers import CHATML, save_tokenizer
 

@@ -1,6 +1,15 @@
 from __future__ import annotations
 
-from gpipe_cli.data.tokenizer import ByteTokenizer
+import pickle
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.data.documents import PIECE_BYTES, document_pieces, find_files
+from gpipe_cli.data.texts import build_text
+from gpipe_cli.data.tokenizer import ByteTokenizer, read_tokenizer
+from gpipe_cli.errors import ConfigError, DataError
+from tests.support.tokenizers import save_tokenizer
 
 
 def test_bytes_are_tokens_and_come_back() -> None:
@@ -16,3 +25,80 @@ def test_half_a_character_is_replaced_and_tokens_beyond_the_bytes_are_left_out()
 
 def test_bytes_of_a_command_line_that_are_not_utf_8_are_kept() -> None:
     assert ByteTokenizer().encode("a\udcff") == [97, 255]
+
+
+def test_a_file_alone_has_no_end_and_a_directory_says_it(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path, bos=True, eos_token="<|endoftext|>", pad_token="<|im_end|>")
+    bare, whole = read_tokenizer(str(folder / "tokenizer.json")), read_tokenizer(str(folder))
+    assert (bare.prefix, bare.suffix, bare.ends, bare.padding) == ((3,), (), frozenset(), None)
+    assert (whole.prefix, whole.suffix, whole.ends, whole.padding) == ((3,), (0,), frozenset({0}), 2)
+    assert bare.encode("thee é") == whole.encode("thee é") and bare.start == whole.start == 3
+    assert whole.decode([*whole.encode("thee é"), 0]) == "thee é"
+    assert whole.decode(whole.encode("a\udcff")) == "a\ufffd"
+    assert bare.digest != whole.digest
+
+
+def test_a_text_has_the_tokens_of_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = save_tokenizer(tmp_path / "tokenizer", eos_token="<|endoftext|>")
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).write_text(
+            f"{name}: shall I compare thee to a summer's day?\n" * 9, encoding="utf-8"
+        )
+    data = build_text(str(tmp_path / "*.txt"), 8, tokenizer=str(folder))
+    tokenizer = read_tokenizer(str(folder))
+    stream = [
+        token for name in "ab" for token in (*tokenizer.encode((tmp_path / f"{name}.txt").read_text()), 0)
+    ]
+    inputs = [token for index in range(len(data.train)) for token in data.train[index][0].tolist()]  # type: ignore[union-attr]
+    assert inputs == stream[: len(inputs)] and len(inputs) + 9 > 0.85 * len(stream)
+    assert data.classes == tokenizer.vocabulary and data.tokenizer is not None
+    single = build_text(str(tmp_path / "*.txt"), 8, pack=False, tokenizer=str(folder))
+    assert (len(single.train), len(single.test)) == (1, 1)
+    several = build_text(str(tmp_path / "*.txt"), 8)
+    assert several.classes == 256 and bytes(several.train[0][0].tolist()) == b"a.txt: s"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("line", [b"a line\n", b"word ", "é".encode(), b"x"])
+def test_long_texts_are_divided_between_lines_words_or_characters(line: bytes) -> None:
+    content = line * (5 * PIECE_BYTES // (2 * len(line)))
+    rest = [content]
+
+    def read(size: int) -> bytes:
+        block, rest[0] = rest[0][:size], rest[0][size:]
+        return block
+
+    pieces = list(document_pieces(read))
+    assert b"".join(piece.content for piece in pieces) == content
+    assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert len(pieces) in (3, 4) and all(len(piece.content) < 2 * PIECE_BYTES for piece in pieces)
+    for piece in pieces:
+        piece.content.decode()
+
+
+def test_a_pattern_without_a_match_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x[1].txt").touch()
+    assert find_files(str(tmp_path / "x[1].txt")) == [tmp_path / "x[1].txt"]
+    with pytest.raises(DataError, match=r"data\.path=.*\*\.json: no file matches"):
+        find_files(str(tmp_path / "*.json"))
+
+
+def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer=nowhere: no such file or directory; gpipe downloads noth"
+    ):
+        read_tokenizer("nowhere")
+    (tmp_path / "broken.json").write_text('{"model":')
+    with pytest.raises(ConfigError, match=r"broken\.json: is no tokenizer\.json: .*EOF"):
+        read_tokenizer(str(tmp_path / "broken.json"))
+    (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps({"a": 1}))
+    for path in (tmp_path / "tokenizer.pkl", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match=f"data.tokenizer={path}: is no tokenizer.json"):
+            read_tokenizer(str(path))
+    with pytest.raises(
+        ConfigError, match=r"has no tokenizer\.json and no vocabulary .*; gpipe reads no pickled token"
+    ):
+        read_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has no tokenizer that transformers can load"):
+        read_tokenizer(str(tmp_path))
