@@ -15,8 +15,7 @@ from gpipe_cli.config.schema import PredictConfig
 from gpipe_cli.config.words import override_group
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.inference.inference_spec import SEGMENTATION, InferenceSpec
-from gpipe_cli.inference.inputs import find_files
-from gpipe_cli.inference.predictor import MaskFolder, Predictor, Row, check_out, open_inputs
+from gpipe_cli.inference.predictor import MaskFolder, Predictor, Row, check_out, find_files, open_inputs
 from gpipe_cli.inference.trained import TrainedModel, saved_spec, use_trained, with_saved_settings
 from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.report.output import print_status, print_text
