@@ -41,9 +41,8 @@ from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.config.compose import compose, prepared, sweep_words
+from gpipe_cli.config.compose import compose, config_errors, prepared, sweep_words
 from gpipe_cli.config.job import Job, Summary
-from gpipe_cli.config.messages import config_errors
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.sources import VERSION, register_resolver, store
 from gpipe_cli.config.targets import add_current_folder
