@@ -30,7 +30,7 @@ from benchmarks.turns import PipeConfig, milliseconds, prepare, undisturbed
 from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.plan.measured import SECONDS_OF_PHASES, MeasuredCosts
-from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.search import PlanShape
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.layer_times import layer_times
 from gpipe_cli.profiling.model_stats import model_stats

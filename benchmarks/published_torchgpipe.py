@@ -23,7 +23,7 @@ from benchmarks.published_lines import Line, model_settings, published_lines
 from gpipe_cli.models import amoebanetd, resnet, unet
 from gpipe_cli.plan.device_table import DEVICES
 from gpipe_cli.plan.estimated import DeviceRun, estimate_costs
-from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.search import PlanShape
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import Sample

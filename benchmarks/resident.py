@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.cases import build
 from gpipe_cli import GPipe
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.search import PlanShape
 from gpipe_cli.profiling.memory import activation_bytes
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import Sample

@@ -89,7 +89,6 @@ WITHOUT_TORCH = {
     "plan.order_problem",
     "plan.order_search",
     "plan.search",
-    "plan.search_space",
     "plan.step_time",
     "launch.rank",
     "balance.solver",

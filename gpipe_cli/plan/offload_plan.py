@@ -24,7 +24,7 @@ from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.plan.costs import LayerCosts, TransferCost
 from gpipe_cli.plan.plan_memory import PlanMemory
 from gpipe_cli.plan.prediction import OFFLOAD, Limit, Prediction
-from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.search import PlanShape
 from gpipe_cli.profiling.memory import PartitionMemory
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.action import checkpointed_counts

@@ -16,8 +16,7 @@ from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.order_candidates import v_shaped
 from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.plan.order_search import OrderResult, memory_curve, search_orders
-from gpipe_cli.plan.search import BestBalance, RankedPlan
-from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.search import BestBalance, PlanShape, RankedPlan
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.orders import AUTO, similar_schedule

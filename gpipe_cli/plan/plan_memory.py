@@ -24,7 +24,7 @@ from gpipe_cli.plan.measured import MicroBatchSize
 from gpipe_cli.plan.order_plans import order_problems
 from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.plan.prediction import Prediction
-from gpipe_cli.plan.search_space import CHECKPOINTS, FITTED, TURNS, PlanShape, powers_of_two
+from gpipe_cli.plan.search import CHECKPOINTS, FITTED, TURNS, PlanShape, powers_of_two
 from gpipe_cli.profiling.memory import PartitionMemory, partition_memory, with_bytes
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter

@@ -32,14 +32,17 @@ from gpipe_cli.plan.order_plans import CONSIDERED_PLANS, MemoryPoint, OrderPlann
 from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.plan.plan_memory import PlanMemory, PlanSizes
 from gpipe_cli.plan.prediction import Prediction, best_and_plain, predict
-from gpipe_cli.plan.search import RankedPlan, SearchResult, search, simplest_of_equals
-from gpipe_cli.plan.search_space import (
+from gpipe_cli.plan.search import (
     CHECKPOINTS,
     FITTED,
     PlanShape,
+    RankedPlan,
+    SearchResult,
     SearchSpace,
     powers_of_two,
+    search,
     searched_schedules,
+    simplest_of_equals,
 )
 from gpipe_cli.profiling.profile_cache import default_folder
 from gpipe_cli.profiling.records import Sample

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
 from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.plan.search import RankedPlan
-from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.search import PlanShape, RankedPlan
 from gpipe_cli.plan.step_time import simulated_step
 from gpipe_cli.profiling.memory import PartitionMemory
 from gpipe_cli.schedule.files import FixedOrder

@@ -16,7 +16,7 @@ from gpipe_cli.plan import measured
 from gpipe_cli.plan.costs import TransferCost
 from gpipe_cli.plan.measured import MeasuredSource, MicroBatchSize, measure_link, verify_plans
 from gpipe_cli.plan.prediction import Limit, Prediction
-from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.search import PlanShape
 from gpipe_cli.profiling import layer_times, phase_times
 from gpipe_cli.profiling.equal_layers import LayerSample
 from gpipe_cli.profiling.model_stats import ModelStats

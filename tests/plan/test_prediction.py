@@ -6,8 +6,7 @@ import pytest
 
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.prediction import Prediction, advice, predict
-from gpipe_cli.plan.search import BestBalance, RankedPlan
-from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.search import BestBalance, PlanShape, RankedPlan
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.memory import PartitionMemory
 

@@ -12,8 +12,17 @@ from gpipe_cli.balance.solver import sums
 from gpipe_cli.plan import search as search_module
 from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
-from gpipe_cli.plan.search import BestBalance, RankedPlan, SearchResult, search, simplest_of_equals
-from gpipe_cli.plan.search_space import CHECKPOINTS, FITTED, PlanShape, SearchSpace
+from gpipe_cli.plan.search import (
+    CHECKPOINTS,
+    FITTED,
+    BestBalance,
+    PlanShape,
+    RankedPlan,
+    SearchResult,
+    SearchSpace,
+    search,
+    simplest_of_equals,
+)
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.records import LayerMemory
 from gpipe_cli.schedule.action import Checkpoint
