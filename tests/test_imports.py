@@ -80,7 +80,6 @@ WITHOUT_TORCH = {
     "runs.snapshots.durable",
     "runs.snapshots.manifest",
     "schedule",
-    "plan.bound",
     "plan.costs",
     "plan.device_table",
     "plan.list_schedule",

@@ -18,13 +18,13 @@ from gpipe_cli.build.step import autocast_of, sample_must_fit, with_gradient
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.measured import MicroBatchSize
 from gpipe_cli.plan.order_plans import order_problems
 from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.plan.search import CHECKPOINTS, FITTED, TURNS, PlanShape, powers_of_two
+from gpipe_cli.plan.step_time import MemoryFit
 from gpipe_cli.profiling.memory import PartitionMemory, partition_memory, with_bytes
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter

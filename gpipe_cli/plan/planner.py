@@ -23,7 +23,6 @@ from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.config.words import override_key, sets_key
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import LayerCosts, TransferCost
 from gpipe_cli.plan.estimated import EstimatedCosts, estimated_devices
 from gpipe_cli.plan.measured import MeasuredSource, MicroBatchSize
@@ -44,6 +43,7 @@ from gpipe_cli.plan.search import (
     searched_schedules,
     simplest_of_equals,
 )
+from gpipe_cli.plan.step_time import MemoryFit
 from gpipe_cli.profiling.profile_cache import default_folder
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.output import print_status

@@ -19,9 +19,8 @@ from math import inf
 from typing import final
 
 from gpipe_cli.balance.solver import best_nearby, minimize
-from gpipe_cli.plan.bound import MemoryFit, StepBound, least_step
 from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.plan.step_time import can_simulate, step_ms
+from gpipe_cli.plan.step_time import MemoryFit, StepBound, can_simulate, least_step, step_ms
 from gpipe_cli.schedule import ScheduleModule, names, traits
 from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.schedule.spec import PipelineSpec

@@ -10,7 +10,6 @@ import pytest
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.solver import sums
 from gpipe_cli.plan import search as search_module
-from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
 from gpipe_cli.plan.search import (
     CHECKPOINTS,
@@ -23,7 +22,7 @@ from gpipe_cli.plan.search import (
     search,
     simplest_of_equals,
 )
-from gpipe_cli.plan.step_time import step_ms
+from gpipe_cli.plan.step_time import MemoryFit, step_ms
 from gpipe_cli.profiling.records import LayerMemory
 from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.schedule.spec import PipelineSpec
