@@ -34,9 +34,8 @@ from gpipe_cli.distributed.groups import RankCoords, backends_for
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.launch.heartbeat import HeartbeatEngine, Heartbeats
 from gpipe_cli.launch.rank import is_rank
-from gpipe_cli.launch.rank_files import RankTask
+from gpipe_cli.launch.rank_files import HeartbeatEngine, Heartbeats, RankTask
 from gpipe_cli.launch.rank_setup import connect_ranks, connected_files, describe_ranks
 from gpipe_cli.report.output import print_status
 from gpipe_cli.schedule.files import FixedOrder

@@ -23,10 +23,9 @@ from gpipe_cli.check.bits import small_batch, small_model
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.distributed.groups import backends_for
 from gpipe_cli.errors import ConfigError, GpipeError, Interrupted
-from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.launcher import run_ranks
 from gpipe_cli.launch.rank import run_rank
-from gpipe_cli.launch.rank_files import RankFiles, RankTask
+from gpipe_cli.launch.rank_files import Heartbeats, RankFiles, RankTask
 from gpipe_cli.launch.rank_setup import connect_ranks
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.torch_internals.dispatch_modes import find_races, offers_sanitizer

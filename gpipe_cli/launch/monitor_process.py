@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.errors import GpipeError, PeerError
-from gpipe_cli.launch.heartbeat import NOT_IN_STEP, Heartbeats
 from gpipe_cli.launch.interfaces import interface_of_address, listen_on, unanswered_addresses
 from gpipe_cli.launch.monitor_link import Hub, Spoke
 from gpipe_cli.launch.outcome import leave_exit_code, write_outcome
 from gpipe_cli.launch.rank import leave_reason
-from gpipe_cli.launch.rank_files import RankFiles
+from gpipe_cli.launch.rank_files import NOT_IN_STEP, Heartbeats, RankFiles
 from gpipe_cli.launch.rank_states import (
     DIED,
     MISSED_SECONDS,

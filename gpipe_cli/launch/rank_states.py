@@ -28,9 +28,8 @@ from gpipe_cli.errors import (
     RunError,
     StepTimeout,
 )
-from gpipe_cli.launch.heartbeat import NOT_IN_STEP
 from gpipe_cli.launch.interfaces import is_connected
-from gpipe_cli.launch.rank_files import ExitReport
+from gpipe_cli.launch.rank_files import NOT_IN_STEP, ExitReport
 
 SETTLE_SECONDS = 2.0
 """How long to wait for the report of the rank that failed first, after one that only lost its peer."""

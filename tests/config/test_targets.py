@@ -139,7 +139,7 @@ def test_of_torch_and_torchvision_a_group_takes_a_kind(callables: dict[str, Any]
 @pytest.mark.parametrize(
     ("group", "target"),
     [
-        ("engine", "gpipe_cli.launch.heartbeat.Heartbeats"),
+        ("engine", "gpipe_cli.launch.rank_files.Heartbeats"),
         ("balance", "gpipe_cli.balance.time.measured"),
         ("data", "torchvision.datasets.CIFAR10"),
         ("model", "gpipe_cli.models.weights.read_weights"),

@@ -13,8 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
-from gpipe_cli.launch.heartbeat import Heartbeats
-from gpipe_cli.launch.rank_files import ExitReport, RankFiles
+from gpipe_cli.launch.rank_files import ExitReport, Heartbeats, RankFiles
 
 ERRORS = {"finds nan": (5, "the loss is nan"), "raises": (1, "ValueError: broken")}
 """What rank 1 reports; rank 0 only loses its peer."""

@@ -14,9 +14,8 @@ import pytest
 
 from gpipe_cli import process_lifetime
 from gpipe_cli.errors import GpipeError, NumericError, PeerError, PeerRaised, StepTimeout
-from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.launcher import Attempt, _Watch, run_ranks
-from gpipe_cli.launch.rank_files import RankFiles, RankTask
+from gpipe_cli.launch.rank_files import Heartbeats, RankFiles, RankTask
 
 IMPORTS = "import tests.launch.acting_rank"
 DESCRIPTIONS = ("partition 0", "partition 1")

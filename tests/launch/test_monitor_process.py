@@ -16,9 +16,8 @@ from typing import Any, final
 import pytest
 
 import gpipe_cli
-from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.monitor_process import MonitorTask, is_torchrun, task_line
-from gpipe_cli.launch.rank_files import ExitReport, RankFiles
+from gpipe_cli.launch.rank_files import ExitReport, Heartbeats, RankFiles
 from gpipe_cli.launch.rank_monitor import START
 
 SLEEP = [sys.executable, "-c", "import signal; signal.pause()"]

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.launch.heartbeat import NOT_IN_STEP, HeartbeatEngine, Heartbeats
-from gpipe_cli.launch.rank_files import ExitReport, RankFiles
+from gpipe_cli.launch.rank_files import NOT_IN_STEP, ExitReport, HeartbeatEngine, Heartbeats, RankFiles
 
 
 def test_an_exit_report_is_read_as_it_was_written(tmp_path: Path) -> None:
