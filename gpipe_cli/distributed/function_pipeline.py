@@ -29,7 +29,7 @@ from gpipe_cli.pipeline.boundary import Gradients, GradSink, PartitionInput, ent
 from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.microbatch import Batch, Value, gather, micro_batches
 from gpipe_cli.pytree import flatten, unflatten
-from gpipe_cli.torch_internals.gradient_reducers import noticing_reducers
+from gpipe_cli.torch_internals.gradients import noticing_reducers
 
 Inputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]] | None
 Forward = Callable[[Any], Any]

@@ -24,7 +24,7 @@ from gpipe_cli.distributed.world import (
 )
 from gpipe_cli.engines.protocol import BatchResult
 from gpipe_cli.engines.state import EngineState, parameter_of
-from gpipe_cli.torch_internals.optimizers import agree_on_overflow
+from gpipe_cli.torch_internals.gradients import agree_on_overflow
 
 _NO_LAYER = 1e18
 """Larger than any layer index, and exact in a double."""

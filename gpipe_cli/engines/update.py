@@ -22,7 +22,7 @@ from gpipe_cli.engines.collectives import Collectives
 from gpipe_cli.engines.parameters import EngineParameters, Group
 from gpipe_cli.errors import NumericError
 from gpipe_cli.offload.slices import Part, Slice
-from gpipe_cli.torch_internals.optimizers import foreach_norm
+from gpipe_cli.torch_internals.gradients import foreach_norm
 
 NO_GRADIENT: Final = -1.0
 """Takes the place of a norm, which is never negative."""

@@ -35,7 +35,7 @@ from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.sequential.sequence import find_original, layer_paths, original_output
 from gpipe_cli.skip.skippable import verify_skippables
 from gpipe_cli.torch_internals.dispatch_modes import active_transform
-from gpipe_cli.torch_internals.gradient_reducers import is_inside_ddp
+from gpipe_cli.torch_internals.gradients import is_inside_ddp
 
 Output: TypeAlias = Value | dict[str, Tensor]
 """A dict where the original model returns one."""

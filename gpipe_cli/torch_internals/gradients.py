@@ -1,8 +1,8 @@
-"""Detects calls of torch's wrappers that reduce gradients themselves and expect one backward after each forward.
+"""What torch keeps private about gradients: the wrappers that reduce them, the norms of many, overflows of scaled ones.
 
 DistributedDataParallel, and `replicate` which is built on it, silently reduce nothing in a backward that follows
-another forward. FullyShardedDataParallel fails on freed storage. `fully_shard` reduces in every backward, so it is
-allowed.
+another forward. FullyShardedDataParallel fails on freed storage. Both expect one backward after each forward.
+`fully_shard` reduces in every backward, so it is allowed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 Notice = Callable[[nn.Module], None]
 _ENTRIES = (
@@ -42,7 +43,7 @@ _current = _ThreadNotice()
 
 @contextmanager
 def noticing_reducers(notice: Notice) -> Iterator[None]:
-    """Call `notice` with each such wrapper that this thread calls inside the block."""
+    """Call `notice` with each of the two wrappers that this thread calls inside the block."""
     # A global forward hook would not patch torch's classes, but torch.compile gives up under one.
     for module, kind, method in _ENTRIES:
         if module in sys.modules:  # a module that is not imported has no instances, and importing it is slow
@@ -66,3 +67,30 @@ def _notice_calls(kind: type[nn.Module], method: str) -> None:
         return original(self, *args, **kwargs)
 
     setattr(kind, method, noticed)
+
+
+def foreach_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The 2-norm of each tensor. On the CPU, the bits of torch.linalg.vector_norm, which torch calls for each."""
+    norms: tuple[Tensor, ...] = tuple(torch._foreach_norm(list(tensors)))
+    return norms
+
+
+def agree_on_overflow(
+    scaler: torch.amp.GradScaler, device: torch.device, largest: Callable[[Tensor], Tensor]
+) -> bool:
+    """After `unscale_`: replace the scaler's results, of all optimizers, by the largest of all processes.
+
+    Returns whether gradients overflowed in any of them.
+
+    The scaler looks at the gradients of this process only. Where other processes hold other parameters of the same
+    model, either all of them skip the step or none.
+    """
+    if not scaler.is_enabled():
+        return False
+    of_optimizers = [state["found_inf_per_device"] for state in scaler._per_optimizer_states.values()]
+    values = [value.to(device) for found_inf in of_optimizers for value in found_inf.values()]
+    agreed = largest(torch.stack(values).max() if values else torch.zeros((), device=device))
+    for found_inf in of_optimizers:
+        found_inf.clear()
+        found_inf[device] = agreed
+    return bool(agreed)
