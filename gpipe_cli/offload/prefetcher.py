@@ -19,8 +19,7 @@ from torch import Tensor
 
 from gpipe_cli.accelerator.streams import keep_alive
 from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice
-from gpipe_cli.offload.stored_tensors import Layout, as_bytes
-from gpipe_cli.offload.tiers import Region, Tier
+from gpipe_cli.offload.tiers import Layout, Region, Tier, as_bytes
 from gpipe_cli.offload.transfers import Copy, TransferWorker
 from gpipe_cli.pipeline.action_loop import PartitionVisit
 from gpipe_cli.pipeline.boundary import PartitionInput

@@ -18,8 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.offload.stored_tensors import StoredTensors, placeholder
-from gpipe_cli.offload.tiers import Tier
+from gpipe_cli.offload.tiers import StoredTensors, Tier, placeholder
 from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.sequential.deferred import DeferredParameter
 from gpipe_cli.torch_internals.deferred_values import replace_value
