@@ -19,7 +19,7 @@ from torch import nn
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.distributed.replica_assignment import largest_share
-from gpipe_cli.engines.weight_average import average_weights
+from gpipe_cli.engines.parameters import average_weights
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.memory import KeptState, whole_state
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, NamedParameters

@@ -1,21 +1,34 @@
-"""The parameters that an engine trains, in groups with an optimizer each, and their state.
+"""The parameters that an engine trains, in groups with an optimizer each, their state, and the average of the weights.
 
 A model in memory is one group. Of an offloaded model each slice is a group, and so are the parameters that several
 slices share: one optimizer of the whole model would want all of its state in memory at once.
+
+The exponential moving average of the weights is kept beside them in training, and in their place in evaluation. It is a
+part of the optimizer's state, so every engine, rank and slice has that of its own parameters, and whatever divides,
+stores, counts or saves the state of an optimizer does the same with the average. A step that is skipped does not change
+it. Buffers, such as the statistics of batch norms, are not averaged: both kinds of weights use those of the model.
+
+In an engine's state, and so in a snapshot, the model has the averages, which are what users evaluate and
+export; the weights in training are among the optimizer's tensors.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from typing import final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.engines.state import (
+    OTHER_WEIGHTS,
+    UPDATES,
     EngineState,
     OptimizerState,
     check_optimizer,
@@ -26,12 +39,14 @@ from gpipe_cli.engines.state import (
     module_state,
     parameter_of,
 )
-from gpipe_cli.engines.weight_average import exchange_weights, is_averaging, without_averages
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer
+
+_WARM_UP: Final = 10
+"""After n updates the decay is at most (1 + n) / (10 + n), or the average of a short run would be its first weights."""
 
 
 @final
@@ -92,7 +107,7 @@ class EngineParameters:
         self._states: dict[int, OptimizerState] = {}
         if make is not None:
             self._make_optimizers(make)
-        self._averages = any(group.optimizer and is_averaging(group.optimizer) for group in self._groups)
+        self._averages = any(group.optimizer and _is_averaging(group.optimizer) for group in self._groups)
         self._uses_averages = False
 
     @property
@@ -128,7 +143,7 @@ class EngineParameters:
         """With `ema`, put the averages in the place of the weights in training, or the other way round."""
         parts = (Part.WEIGHTS, Part.STATE)
         for group in self.visit(parts, parts):
-            exchange_weights(group.optimizer)
+            _exchange_weights(group.optimizer)
         if self.shards is not None:
             self.shards.exchange()
         self._uses_averages = not self._uses_averages
@@ -151,7 +166,7 @@ class EngineParameters:
         """Load group by group, so that no more of the model is in memory than while it trains."""
         loads_optimizer = self.are_trained and not state.resets_optimizer
         if loads_optimizer and not self._averages:
-            state = without_averages(state, self.module)
+            state = _without_averages(state, self.module)
         # Everything is checked before the first tensor is written.
         check_state(self.module, state, referenced)
         for optimizer_state in self._states.values() if loads_optimizer else ():
@@ -186,3 +201,71 @@ class EngineParameters:
         """Read the value of a tensor of the state, which itself may have no storage."""
         values = (stored.get(tensor) for each in self._slices for stored in each.all_stored)
         return next((value for value in values if value is not None), tensor)
+
+
+def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Update the average after each step of the optimizer."""
+    for group in optimizer.param_groups:
+        group[UPDATES] = 0
+    optimizer.register_step_post_hook(partial(_update_averages, decay))
+
+
+def _is_averaging(optimizer: torch.optim.Optimizer) -> bool:
+    return UPDATES in optimizer.param_groups[0]
+
+
+@torch.no_grad()
+def _update_averages(decay: float, optimizer: torch.optim.Optimizer, *step_arguments: Any) -> None:
+    updates = optimizer.param_groups[0][UPDATES]
+    for group in optimizer.param_groups:
+        group[UPDATES] = updates + 1
+    now = min(decay, (1 + updates) / (_WARM_UP + updates))
+    average = get_ema_multi_avg_fn(now)  # type: ignore[no-untyped-call]
+    # torch averages all tensors of a device and dtype at once.
+    pairs: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for parameter in _parameters(optimizer):
+        state = optimizer.state.get(parameter, {})
+        if OTHER_WEIGHTS in state:
+            pairs[parameter.device, parameter.dtype].append((state[OTHER_WEIGHTS], parameter))
+        elif parameter.grad is not None:  # before its first update the average would be the parameter itself
+            optimizer.state[parameter][OTHER_WEIGHTS] = parameter.detach().clone()
+    for own in pairs.values():
+        averages, weights = zip(*own, strict=True)
+        average(averages, weights, updates)
+
+
+@torch.no_grad()
+def _exchange_weights(optimizer: torch.optim.Optimizer | None) -> None:
+    """Put the averages in the place of the weights and the weights in the place of the averages."""
+    if optimizer is None:
+        return
+    for parameter in _parameters(optimizer):
+        if (other := optimizer.state.get(parameter, {}).get(OTHER_WEIGHTS)) is not None:
+            # By value, because the memory of both may belong to a buffer that slices take turns in.
+            weights = parameter.detach().clone()
+            parameter.copy_(other)
+            other.copy_(weights)
+
+
+def _without_averages(state: EngineState, module: nn.Module) -> EngineState:
+    """The state for a run that continues without the average: the model has the weights in training."""
+    suffix = f"/{OTHER_WEIGHTS}"
+    weights = {
+        path.removesuffix(suffix): tensor for path, tensor in state.optimizer.items() if path.endswith(suffix)
+    }
+    first_names = {parameter: name for name, parameter in module.named_parameters()}
+    # A tied parameter has several names in the model, and one in the optimizer.
+    names = {
+        name: first_names[parameter]
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if first_names[parameter] in weights
+    }
+    return replace(
+        state,
+        model={**state.model, **{name: weights[first] for name, first in names.items()}},
+        optimizer={path: tensor for path, tensor in state.optimizer.items() if not path.endswith(suffix)},
+    )
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

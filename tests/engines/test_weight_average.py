@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from gpipe_cli.build.optimizer import optimizer_factory
 from gpipe_cli.config.schema import TrainConfig
+from gpipe_cli.engines.parameters import average_weights
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState
-from gpipe_cli.engines.weight_average import average_weights
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from tests.engines.test_frozen import WIDTH, batch, build, model, objective, values
