@@ -27,10 +27,9 @@ from rich.table import Table
 from torch import Tensor
 
 from gpipe_cli.engines.state import EngineState, OptimizerState, module_state
-from gpipe_cli.runs.snapshots.contents import copy_state, open_snapshot
+from gpipe_cli.runs.snapshots.contents import copy_state, open_snapshot, write_snapshot
 from gpipe_cli.runs.snapshots.manifest import read_snapshot
 from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
-from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.training.loop import Position
 from gpipe_cli.vision import torchvision
 

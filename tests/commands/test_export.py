@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.models.resnet import build
+from gpipe_cli.runs.snapshots.contents import write_snapshot
 from gpipe_cli.runs.snapshots.manifest import snapshot_path
 from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
-from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.training.loop import Position
 from gpipe_cli.vision import torchvision
 from tests.support.command_line import Gpipe

@@ -31,8 +31,8 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines import processes
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.losses.cross_entropy import CrossEntropy
+from gpipe_cli.runs.snapshots.contents import write_snapshot
 from gpipe_cli.runs.snapshots.record import TrainingRecord
-from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.schedule import traits
 from gpipe_cli.sequential.by_list import partition_uniform
 from gpipe_cli.skip import pop, skippable, stash

@@ -15,10 +15,9 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines import processes
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.losses.cross_entropy import CrossEntropy
-from gpipe_cli.runs.snapshots.contents import open_large_snapshot
+from gpipe_cli.runs.snapshots.contents import open_large_snapshot, write_snapshot
 from gpipe_cli.runs.snapshots.manifest import search_together, snapshot_path, snapshot_paths
 from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
-from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.training.loop import Position
 from tests.distributed.posted_operations import recording
 from tests.support.forked_ranks import run_ranks

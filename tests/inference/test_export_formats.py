@@ -13,9 +13,9 @@ from gpipe_cli.engines.state import module_state
 from gpipe_cli.huggingface import transformers
 from gpipe_cli.inference import export_formats
 from gpipe_cli.models.hf.pretrained import build
+from gpipe_cli.runs.snapshots.contents import write_snapshot
 from gpipe_cli.runs.snapshots.manifest import snapshot_path
 from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
-from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.sequential.deferred import load_parameters
 from gpipe_cli.training.loop import Position
 from tests.support.command_line import Gpipe

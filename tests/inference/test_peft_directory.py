@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.huggingface import import_package, transformers
 from gpipe_cli.models.hf.pretrained import build
+from gpipe_cli.runs.snapshots.contents import write_snapshot
 from gpipe_cli.runs.snapshots.manifest import snapshot_path
 from gpipe_cli.runs.snapshots.record import BaseFiles, TrainingRecord, digest_files, versions
-from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.sequential.deferred import DeferredParameter, load_parameters
 from gpipe_cli.training.loop import Position
 from tests.support.command_line import Gpipe

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from gpipe_cli.runs.snapshots import writing
+from gpipe_cli.runs.snapshots import contents
 from gpipe_cli.training.signals import STOP_SIGNALS
 from tests.support import faulty
 
@@ -175,5 +175,5 @@ def model(num_classes: int, width: int = 4) -> nn.Module:
     if fault:
         watch_stop_signals()
     if fault in IN_WRITER and os.environ.get("RANK") == "1":
-        writing.write_files = IN_WRITER[fault]
+        contents.write_files = IN_WRITER[fault]
     return faulty.model(num_classes, width)

@@ -17,7 +17,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, RunError
-from gpipe_cli.runs.snapshots.contents import check_savable, copy_buffers, copy_state
+from gpipe_cli.runs.snapshots.contents import check_savable, copy_buffers, copy_state, write_snapshot
 from gpipe_cli.runs.snapshots.durable import remove_atomically
 from gpipe_cli.runs.snapshots.manifest import (
     SNAPSHOTS,
@@ -27,7 +27,6 @@ from gpipe_cli.runs.snapshots.manifest import (
     verify_part,
 )
 from gpipe_cli.runs.snapshots.record import BaseFiles, BestEvaluation, TrainingRecord, versions
-from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.safe_files import open_directory, writing
 from gpipe_cli.training.loop import EvalProgress, EvalResult, Position, TrainEvent, TrainFact, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests

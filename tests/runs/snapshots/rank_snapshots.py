@@ -16,7 +16,7 @@ from gpipe_cli.distributed import get_group, setup_process_groups
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, parameter_of
-from gpipe_cli.runs.snapshots.contents import Snapshot, open_large_snapshot
+from gpipe_cli.runs.snapshots.contents import Snapshot, open_large_snapshot, write_snapshot
 from gpipe_cli.runs.snapshots.manager import Retention, SnapshotManager
 from gpipe_cli.runs.snapshots.manifest import (
     rewind_snapshots,
@@ -25,7 +25,6 @@ from gpipe_cli.runs.snapshots.manifest import (
     snapshot_paths,
 )
 from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
-from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.tensor_files.tensor_file import TensorFile
 from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.lr_schedules import Constant

@@ -20,6 +20,8 @@ from gpipe_cli.runs.snapshots.contents import (
     check_savable,
     copy_state,
     open_snapshot,
+    replace_record,
+    write_snapshot,
 )
 from gpipe_cli.runs.snapshots.manifest import (
     newest_valid_snapshot,
@@ -30,7 +32,6 @@ from gpipe_cli.runs.snapshots.manifest import (
     unfinished_paths,
 )
 from gpipe_cli.runs.snapshots.record import BestEvaluation, TrainingRecord, versions
-from gpipe_cli.runs.snapshots.writing import replace_record, write_snapshot
 from gpipe_cli.training.loop import EvalResult, LossWindow, Position
 
 EVALUATION = EvalResult(

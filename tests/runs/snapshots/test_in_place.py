@@ -18,10 +18,9 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.runs.snapshots import manager
-from gpipe_cli.runs.snapshots.contents import open_snapshot
+from gpipe_cli.runs.snapshots.contents import open_snapshot, write_snapshot
 from gpipe_cli.runs.snapshots.manager import Retention, SnapshotManager
 from gpipe_cli.runs.snapshots.manifest import read_snapshot, snapshot_path
-from gpipe_cli.runs.snapshots.writing import write_snapshot
 from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.training.lr_schedules import Constant
 from tests.support.step_results import trained

@@ -14,7 +14,7 @@ from torch import nn
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
-from gpipe_cli.runs.snapshots import manager, writing
+from gpipe_cli.runs.snapshots import contents, manager
 from gpipe_cli.runs.snapshots.contents import open_snapshot
 from gpipe_cli.runs.snapshots.manager import Retention, SnapshotManager, check_snapshot_space
 from gpipe_cli.runs.snapshots.manifest import newest_valid_snapshot, snapshot_path
@@ -170,7 +170,7 @@ def test_nothing_old_is_removed_if_the_new_one_reads_back_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def torn(path: Path, *rest: Any) -> None:
-        writing.write_snapshot(path, *rest)
+        contents.write_snapshot(path, *rest)
         (path / "model.safetensors").write_bytes(b"")
 
     with (
