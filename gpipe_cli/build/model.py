@@ -29,7 +29,7 @@ from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.models.weights import LoadedWeights, load_weights
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
-from gpipe_cli.runs.snapshots.base_weights import BaseWeights, base_weights
+from gpipe_cli.runs.snapshots.record import BaseWeights, base_weights
 from gpipe_cli.sequential import LayerSequence, flatten_model
 from gpipe_cli.sequential.deferred import (
     DeferredParameter,

@@ -58,7 +58,7 @@ from gpipe_cli.profiling.profile_cache import ProfileCache, default_folder
 from gpipe_cli.profiling.records import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
-from gpipe_cli.runs.snapshots.base_weights import BaseWeights
+from gpipe_cli.runs.snapshots.record import BaseWeights
 from gpipe_cli.schedule import names
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.orders import AUTO, CUSTOM, FILE, ONE_F_ONE_B, may_share_devices, one_by_one

@@ -31,9 +31,9 @@ from gpipe_cli.models.weights import fitted_weights
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.saved import saved_config, weights_file
 from gpipe_cli.runs.snapshots import durable
-from gpipe_cli.runs.snapshots.base_weights import base_of_snapshot, check_base
 from gpipe_cli.runs.snapshots.contents import decode_tensors, open_large_snapshot
 from gpipe_cli.runs.snapshots.manifest import MODEL, VerifiedSnapshot, run_directory_of
+from gpipe_cli.runs.snapshots.record import base_of_snapshot, check_base
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.tensor_files.tensor_file import encode
 

@@ -42,7 +42,6 @@ from gpipe_cli.runs.saved import (
     weights_file,
     with_overrides,
 )
-from gpipe_cli.runs.snapshots.base_weights import base_of_snapshot, check_base
 from gpipe_cli.runs.snapshots.manifest import (
     BUFFERS,
     MODEL,
@@ -53,6 +52,7 @@ from gpipe_cli.runs.snapshots.manifest import (
     search_together,
     snapshot_paths,
 )
+from gpipe_cli.runs.snapshots.record import base_of_snapshot, check_base
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 Settings = TypeVar("Settings", bound=TrainedConfig)

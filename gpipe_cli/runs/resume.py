@@ -40,7 +40,6 @@ from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.runs.directory import lock_run_directory, resumed_directory
 from gpipe_cli.runs.saved import saved_config, select_snapshot, warn_of_damaged, with_overrides
-from gpipe_cli.runs.snapshots.base_weights import check_base
 from gpipe_cli.runs.snapshots.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.runs.snapshots.manifest import (
     FILES,
@@ -51,7 +50,7 @@ from gpipe_cli.runs.snapshots.manifest import (
     search_together,
     snapshot_paths,
 )
-from gpipe_cli.runs.snapshots.record import TrainingRecord, versions
+from gpipe_cli.runs.snapshots.record import TrainingRecord, check_base, versions
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.values import flatten

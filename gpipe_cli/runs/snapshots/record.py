@@ -1,4 +1,5 @@
-"""The JSON part of a snapshot: where training stood, and which files of a base model hold its frozen parameters.
+"""The JSON part of a snapshot: where training stood, and which files of a base model hold its frozen parameters,
+which stay in these files.
 
 Random keys, the order of samples and the learning rate are functions of seed and step, so none of them is stored.
 """
@@ -16,10 +17,15 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from gpipe_cli import __version__
+from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.errors import RunError
+from gpipe_cli.huggingface import CONFIG
 from gpipe_cli.runs.snapshots.durable import FileDigest
+from gpipe_cli.runs.snapshots.manifest import VerifiedSnapshot
+from gpipe_cli.sequential.deferred import DeferredParameter
 from gpipe_cli.training.early_stop import PatienceState
 from gpipe_cli.training.loop import EvalResult, LossWindow, Position
 
@@ -250,3 +256,59 @@ def _digest(name: str, entry: Any) -> FileDigest:
         case {"size": int(size), "sha256": str(digest)} if name and os.sep not in name and name != os.pardir:
             return FileDigest(size, digest)
     raise ValueError(f"{reprlib.repr(name)}: {reprlib.repr(entry)} does not describe a file of a base model")
+
+
+@final
+@dataclass
+class BaseWeights:
+    directory: Path
+    """`model.path`."""
+    files: frozenset[str]
+    """The names, in the directory, of the files that these parameters depend on."""
+    parameters: frozenset[str]
+    """By all their names in a state_dict."""
+    verified: BaseFiles | None = None
+    """What a snapshot says of the files, if the run resumes from one."""
+
+    def digests(self) -> BaseFiles:
+        """Read all files, unless a snapshot was compared with them."""
+        if self.verified is not None:
+            return BaseFiles(str(self.directory), self.verified.files)
+        return digest_files(self.directory, self.files)
+
+
+def base_weights(settings: ModelConfig, model: nn.Module) -> BaseWeights | None:
+    """The base weights of a model that loads frozen parameters later; None if it has no such parameters."""
+    frozen = {
+        name: parameter
+        for name, parameter in model.state_dict(keep_vars=True).items()
+        if isinstance(parameter, DeferredParameter) and not parameter.requires_grad
+    }
+    if not frozen or "path" not in settings.model:
+        return None
+    directory = Path(settings.model["path"])
+    files = {file.name for parameter in frozen.values() for file in parameter.files}
+    # What the layers compute with these parameters depends on the configuration.
+    return BaseWeights(directory, frozenset({CONFIG, *files}), frozenset(frozen))
+
+
+def check_base(base: BaseFiles | None, model: Mapping[str, Any], snapshot: Path, *, contents: bool) -> None:
+    """Raise RunError unless `model.path` has the files that the snapshot refers to.
+
+    model: the keys of the model.
+    contents: compare digests, which reads the files; otherwise only sizes.
+    """
+    if base is not None:
+        try:
+            base.check(Path(model.get("path", base.directory)), contents=contents)
+        except RunError as error:
+            raise RunError(f"{snapshot}: {error}") from error
+
+
+def base_of_snapshot(snapshot: VerifiedSnapshot) -> BaseFiles | None:
+    if "base" not in snapshot.manifest.record:
+        return None
+    try:
+        return BaseFiles.from_json(snapshot.manifest.record["base"])
+    except ValueError as error:
+        raise RunError(f"{snapshot.path}: damaged: {error}") from error
