@@ -24,10 +24,10 @@ from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.launch.outcome import leave_exit_code, recorded_attempt
 from gpipe_cli.launch.rank import is_main_process, leave_reason
 from gpipe_cli.process_lifetime import remove_abandoned_folders
-from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import discard_stdout
 from gpipe_cli.runs.directory import resumed_directory
+from gpipe_cli.safe_files import redacted
 from gpipe_cli.training.signals import as_stopped, ignore_signals, stop_immediately
 
 HELP = ("--help", "-h", "help")

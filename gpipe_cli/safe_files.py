@@ -1,8 +1,12 @@
-"""Opens and reads files that somebody else may have prepared.
+"""Opens and reads files that somebody else may have prepared, and keeps secrets out of the files that gpipe writes.
 
 Only regular files are opened, so that gpipe never waits for a named pipe or a device. Below a base directory, such as
 a run directory, no symbolic link is followed and no file with a second hard link is written to, so that a path which
 starts there also ends there.
+
+A value from `${oc.env:NAME}` may be a secret. Saved configurations keep the reference. Messages contain the value, so
+code that writes one to a file passes it through `redacted`, which puts the reference back. The terminal shows the
+value.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+SHORTEST_SECRET = 4
+"""In characters. Replacing every `1` or `cpu` would make a log unreadable and hide nothing."""
+_references: dict[str, str] = {}
 
 
 class UnsafeFile(OSError):
@@ -170,3 +177,23 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise ValueError(f"it has the number {text[:MAX_DIGITS]}, which is too large")
     return number
+
+
+def remember(name: str, value: object) -> None:
+    """Hide the value of this environment variable from now on, unless it is a number or very short."""
+    if isinstance(value, str) and len(value) >= SHORTEST_SECRET and not _is_number(value):
+        _references[value] = f"${{oc.env:{name}}}"
+
+
+def redacted(text: str) -> str:
+    for value in sorted(_references, key=len, reverse=True):
+        text = text.replace(value, _references[value])
+    return text
+
+
+def _is_number(value: str) -> bool:
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True

@@ -59,13 +59,13 @@ from gpipe_cli.errors import ConfigError, Interrupted, exit_code
 from gpipe_cli.jobs import run_job
 from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.process_lifetime import die_with_parent, temporary_folder
-from gpipe_cli.redaction import redacted
 from gpipe_cli.report import output
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import JobResult, print_sweep, print_sweep_json
 from gpipe_cli.runs.directory import lock_run_directory, make_run_directory, write_json
 from gpipe_cli.runs.reader import RunReader, has_settings
+from gpipe_cli.safe_files import redacted
 from gpipe_cli.training.signals import (
     STOP_SIGNALS,
     SignalInbox,

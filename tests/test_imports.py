@@ -44,7 +44,7 @@ LEVELS = """
     schedule accelerator torch_internals huggingface config.schema plan.device_table
     vision runs.reader
     values pytree safe_files process_lifetime
-    errors redaction lazy_imports __version__
+    errors lazy_imports __version__
 """
 """Top to bottom. An area imports from itself and from lower lines; areas on one line do not import each other, but for
 build and plan: building a run may need a search for its order, and a search measures what it builds."""
@@ -96,7 +96,6 @@ WITHOUT_TORCH = {
     "runs.reader",
     "errors",
     "process_lifetime",
-    "redaction",
 }
 
 LEVEL_OF = {area: level for level, line in enumerate(LEVELS.split("\n")) for area in line.split()}

@@ -13,8 +13,8 @@ import torch
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.errors import ResourceError
-from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
+from gpipe_cli.safe_files import redacted
 
 MEMORY_HINT = "end other processes that use the device, then run gpipe check again"
 ERROR_HINT = "run gpipe check --debug for the traceback, and open an issue with both outputs"

@@ -62,7 +62,7 @@ from gpipe_cli.config.words import (
 from gpipe_cli.config.yaml_files import WORD, ConfigFile, check_references, primary_name, read_config_file
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
-from gpipe_cli.redaction import remember
+from gpipe_cli.safe_files import remember
 from gpipe_cli.schedule.orders import AUTO
 from gpipe_cli.values import flatten
 

@@ -28,9 +28,8 @@ from gpipe_cli.data.transforms import Normalize
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.mse import MeanSquaredError
-from gpipe_cli.redaction import redacted
 from gpipe_cli.runs.directory import write_text
-from gpipe_cli.safe_files import parse_json, read_regular
+from gpipe_cli.safe_files import parse_json, read_regular, redacted
 from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 
 SPEC_FILE = "inference.json"

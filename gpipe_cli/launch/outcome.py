@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpipe_cli.errors import GpipeError, PeerError, Stopped, exit_code
-from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.runs.directory import lock_run_directory, write_json
 from gpipe_cli.runs.reader import OUTCOME, RESULTS
+from gpipe_cli.safe_files import redacted
 from gpipe_cli.training.signals import as_stopped
 
 EXIT_CODE_FILE = "GPIPE_EXIT_CODE_FILE"

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 from gpipe_cli.errors import PeerError, exit_code
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
-from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import redirect_streams, secure_streams
+from gpipe_cli.safe_files import redacted
 
 _STARTED, _REASON = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _LATER = 60

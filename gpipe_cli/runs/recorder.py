@@ -19,11 +19,10 @@ from gpipe_cli.config.job import Job
 from gpipe_cli.config.schema import LogConfig, TrainConfig
 from gpipe_cli.errors import GpipeError, ResourceError
 from gpipe_cli.loggers.protocol import LoggedRun, Logger
-from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status, redirect_streams
 from gpipe_cli.report.progress import ProgressDisplay, RunSize, ShownEvaluation, ShownStep, progress_display
-from gpipe_cli.safe_files import writing
+from gpipe_cli.safe_files import redacted, writing
 from gpipe_cli.training.loop import (
     EvalProgress,
     EvalResult,
