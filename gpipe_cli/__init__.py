@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from gpipe_cli.lazy_imports import lazy_attributes
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipe_cli.pipeline.context import current_microbatch, is_checkpointing, is_recomputing
@@ -22,6 +22,21 @@ __all__ = [
     "is_recomputing",
     "register_layer_logging_hooks",
 ]
+
+
+def lazy_attributes(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__` that imports public names on first use (PEP 562), so that importing it imports no torch.
+
+    modules: maps each public name to the module that defines it, below the package.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+
+    return __getattr__
+
 
 __getattr__ = lazy_attributes(
     __name__,

@@ -44,7 +44,7 @@ LEVELS = """
     schedule accelerator torch_internals huggingface config.schema plan.device_table
     vision runs.reader
     values pytree safe_files process_lifetime
-    errors lazy_imports __version__
+    errors lazy_attributes __version__
 """
 """Top to bottom. An area imports from itself and from lower lines; areas on one line do not import each other, but for
 build and plan: building a run may need a search for its order, and a search measures what it builds."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpipe_cli.lazy_imports import lazy_attributes
+from gpipe_cli import lazy_attributes
 
 if TYPE_CHECKING:
     from gpipe_cli.sequential.by_list import flatten_model, partition_uniform
