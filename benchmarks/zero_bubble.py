@@ -17,9 +17,8 @@ from typing import final
 from rich.console import Console
 from rich.table import Table
 
-from gpipe_cli.plan.order_candidates import v_orders, v_shaped
 from gpipe_cli.plan.order_problem import OrderProblem
-from gpipe_cli.plan.order_search import EFFORT, search_orders
+from gpipe_cli.plan.order_search import EFFORT, search_orders, v_orders, v_shaped
 from gpipe_cli.schedule import order
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 

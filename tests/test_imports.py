@@ -83,7 +83,6 @@ WITHOUT_TORCH = {
     "plan.costs",
     "plan.device_table",
     "plan.list_schedule",
-    "plan.order_candidates",
     "plan.order_plans",
     "plan.order_problem",
     "plan.order_search",

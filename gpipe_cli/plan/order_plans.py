@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, final
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.plan.order_candidates import v_shaped
 from gpipe_cli.plan.order_problem import OrderProblem
-from gpipe_cli.plan.order_search import OrderResult, memory_curve, search_orders
+from gpipe_cli.plan.order_search import OrderResult, memory_curve, search_orders, v_shaped
 from gpipe_cli.plan.search import BestBalance, PlanShape, RankedPlan
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.schedule.files import FixedOrder

@@ -15,7 +15,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.engines import processes, single
 from gpipe_cli.engines.protocol import Batch, BatchResult, Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState
-from gpipe_cli.plan.order_candidates import with_joined_backwards
+from gpipe_cli.plan.order_search import with_joined_backwards
 from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.action import Checkpoint

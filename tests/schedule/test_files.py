@@ -11,9 +11,8 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.order_candidates import v_shaped
 from gpipe_cli.plan.order_problem import OrderProblem
-from gpipe_cli.plan.order_search import search_orders
+from gpipe_cli.plan.order_search import search_orders, v_shaped
 from gpipe_cli.schedule import files, names, order, traits
 from gpipe_cli.schedule.files import FixedOrder, read_schedule, schedule_text
 from gpipe_cli.schedule.orders import zero_bubble_v
