@@ -26,10 +26,9 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.costs import LayerCosts, TransferCost
 from gpipe_cli.plan.estimated import EstimatedCosts, estimated_devices
 from gpipe_cli.plan.measured import MeasuredSource, MicroBatchSize
-from gpipe_cli.plan.offload_plan import MicroBatches, OffloadPlanner
 from gpipe_cli.plan.order_plans import CONSIDERED_PLANS, MemoryPoint, OrderPlanner
 from gpipe_cli.plan.order_problem import OrderProblem
-from gpipe_cli.plan.plan_memory import PlanMemory, PlanSizes
+from gpipe_cli.plan.plan_memory import MicroBatches, OffloadPlanner, PlanMemory, PlanSizes
 from gpipe_cli.plan.prediction import Prediction, best_and_plain, predict
 from gpipe_cli.plan.search import (
     CHECKPOINTS,
