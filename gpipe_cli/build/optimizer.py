@@ -21,8 +21,7 @@ from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.distributed.replica_assignment import largest_share
 from gpipe_cli.engines.parameters import average_weights
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling.memory import KeptState, whole_state
-from gpipe_cli.profiling.optimizer_state import MakeOptimizer, NamedParameters
+from gpipe_cli.profiling.memory import KeptState, MakeOptimizer, NamedParameters, whole_state
 from gpipe_cli.sequential.selection import select_parameters
 
 NO_DECAY, GROUPS = "no_decay", "groups"

@@ -33,7 +33,7 @@ from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.losses.measures import Measure, measure_of
 from gpipe_cli.pipeline.loss import LossFunction, row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
+from gpipe_cli.profiling.memory import StateBytes, state_by_parameter
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status

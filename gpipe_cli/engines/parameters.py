@@ -43,7 +43,7 @@ from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.offload.transfers import Transfers
-from gpipe_cli.profiling.optimizer_state import MakeOptimizer
+from gpipe_cli.profiling.memory import MakeOptimizer
 
 _WARM_UP: Final = 10
 """After n updates the decay is at most (1 + n) / (10 + n), or the average of a short run would be its first weights."""

@@ -18,7 +18,7 @@ from gpipe_cli.accelerator.device_errors import STEP_HINT
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.transfers import Transfers
-from gpipe_cli.profiling.optimizer_state import MakeOptimizer
+from gpipe_cli.profiling.memory import MakeOptimizer
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.pytree import ModelInput

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.accelerator.device_errors import is_out_of_memory
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.profiling.optimizer_state import MakeOptimizer, OptimizerStateShapes
+from gpipe_cli.profiling.memory import MakeOptimizer, OptimizerStateShapes
 
 STORABLE_TYPES = (bool, int, float, str, type(None))
 EXCLUDED_SETTINGS = ("params", "param_names", "lr")

@@ -21,8 +21,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.prefetcher import MAX_INPUTS_IN_FLIGHT
 from gpipe_cli.offload.slices import SlicedParameters
 from gpipe_cli.offload.tiers import padded
+from gpipe_cli.profiling.memory import MakeOptimizer, state_bytes, update_bytes
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
-from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes, update_bytes
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.torch_internals.tensors import ALIGNMENT
 from gpipe_cli.values import format_bytes

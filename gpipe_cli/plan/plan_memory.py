@@ -35,9 +35,14 @@ from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.plan.prediction import OFFLOAD, Limit, Prediction
 from gpipe_cli.plan.search import CHECKPOINTS, FITTED, TURNS, PlanShape, powers_of_two
 from gpipe_cli.plan.step_time import MemoryFit
-from gpipe_cli.profiling.memory import PartitionMemory, partition_memory, with_bytes
+from gpipe_cli.profiling.memory import (
+    PartitionMemory,
+    StateBytes,
+    partition_memory,
+    state_by_parameter,
+    with_bytes,
+)
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
-from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.action import checkpointed_counts
 from gpipe_cli.schedule.spec import PipelineSpec

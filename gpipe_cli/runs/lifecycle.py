@@ -38,7 +38,7 @@ from gpipe_cli.inference.inference_spec import write_spec
 from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, connected_files, lost_peer_as_peer_error
-from gpipe_cli.profiling.optimizer_state import state_bytes
+from gpipe_cli.profiling.memory import state_bytes
 from gpipe_cli.report.model_tables import measured_memory_rows
 from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.runs.directory import (

@@ -14,7 +14,7 @@ from gpipe_cli.build.optimizer import optimizer_factory, parameter_groups
 from gpipe_cli.config.schema import CostConfig
 from gpipe_cli.engines.state import EngineState, OptimizerState
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.profiling.optimizer_state import state_bytes
+from gpipe_cli.profiling.memory import state_bytes
 from gpipe_cli.sequential import LayerSequence
 from tests.engines.test_frozen import WIDTH, batch, build, objective, values
 

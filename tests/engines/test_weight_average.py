@@ -17,7 +17,7 @@ from gpipe_cli.engines.parameters import average_weights
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.profiling.optimizer_state import state_bytes
+from gpipe_cli.profiling.memory import state_bytes
 from tests.engines.test_frozen import WIDTH, batch, build, model, objective, values
 
 OPTIMIZERS: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What is counted on paper beside what a real pipe keeps alive."""
+"""What is counted on paper beside what a real pipe and real optimizers keep alive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.profiling.memory import activation_bytes
+from gpipe_cli.profiling.memory import activation_bytes, state_bytes, update_bytes
 from gpipe_cli.profiling.model_stats import model_stats
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.spec import PipelineSpec
 
 BALANCE = [3, 2, 3]
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+    "amsgrad": partial(torch.optim.Adam, amsgrad=True),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": partial(torch.optim.RMSprop, centered=True),
+    "adafactor": torch.optim.Adafactor,
+}
 
 
 @final
@@ -99,3 +108,52 @@ def _watched(model: nn.Sequential) -> list[Meter]:
         layer.register_forward_pre_hook(partial(Meter.enter, meter))
         layer.register_forward_hook(partial(Meter.leave, meter))
     return meters
+
+
+def enumerate_names(parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(str(index), parameter) for index, parameter in enumerate(parameters)]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_state_counted_is_what_the_optimizer_really_keeps(make: Any) -> None:
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((), (4,), (2, 2), (6, 4, 3, 3), (1, 5))]
+    optimizer = make(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    expected = [
+        sum(value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
+        for parameter in parameters
+    ]
+    assert state_bytes(make, enumerate_names(parameters)) == expected
+
+
+def test_a_frozen_parameter_needs_nothing_and_a_huge_one_no_memory() -> None:
+    parameters = [nn.Parameter(torch.empty(2**20, 2**20, device="meta")), nn.Parameter(torch.ones(3), False)]
+    assert state_bytes(torch.optim.AdamW, enumerate_names(parameters)) == [2 * 4 * 2**40 + 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "copies"),
+    [
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("SGD", {"momentum": 0.9, "weight_decay": 0.1}, 2),
+        ("AdamW", {"foreach": False}, 4),
+        ("AdamW", {"foreach": True}, 3),
+        ("AdamW", {"fused": True}, 2),
+        ("Adam", {"foreach": True, "amsgrad": True}, 4),
+    ],
+    ids=str,
+)
+def test_an_update_takes_its_temporaries_and_the_state_that_it_creates(
+    name: str, settings: dict[str, Any], copies: int
+) -> None:
+    large, small = (nn.Parameter(torch.zeros(size)) for size in (1000, 10))
+    frozen = nn.Parameter(torch.zeros(1000), requires_grad=False)
+    sizes = update_bytes(
+        lambda parameters: getattr(torch.optim, name)(parameters, lr=0.1, **settings),
+        [large, frozen, small],
+        torch.device("cpu"),
+    )
+    assert sizes == [pytest.approx(copies * 4000, rel=0.01), 0, pytest.approx(copies * 40, rel=0.01, abs=1)]
