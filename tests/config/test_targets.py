@@ -151,7 +151,7 @@ def test_of_torch_and_torchvision_a_group_takes_a_kind(callables: dict[str, Any]
     ],
 )
 def test_what_is_something_else_is_refused_although_it_lives_nearby(group: str, target: str) -> None:
-    """A recipe named launch.heartbeat.Heartbeats as its engine, whose constructor emptied the file it was given."""
+    """A recipe named launch.rank_files.Heartbeats as its engine, whose constructor emptied the file it was given."""
     with pytest.raises(ConfigError, match=rf"not allowed here(; {group} accepts|$)|has no|No module named"):
         accepted_arguments({"_target_": target}, group)
 
