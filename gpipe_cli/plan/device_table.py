@@ -1,4 +1,4 @@
-"""Devices you need not have: their makers' figures, of which `device_costs` makes times.
+"""Devices you need not have: their makers' figures, of which `estimated` makes times.
 
 The figures are dense (without sparsity) and for the variant with the fastest link, one way. Sources: the data sheets of
 the products (Tesla P40, Tesla P100 PCIe, T4, V100 SXM2, A10, L4, L40S, A100 SXM 80 GB, H100 SXM, H200 SXM, HGX B200,
