@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.chat import ChatError, ChatTemplate
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.documents import (
     Line,
@@ -30,7 +29,14 @@ from gpipe_cli.data.documents import (
 )
 from gpipe_cli.data.token_cache import Piece
 from gpipe_cli.data.token_data import TokenSpec, document_data, encode_documents, stored_tokens, stream_data
-from gpipe_cli.data.tokenizer import ByteTokenizer, DocumentTokenizer, FileTokenizer, read_tokenizer
+from gpipe_cli.data.tokenizer import (
+    ByteTokenizer,
+    ChatError,
+    ChatTemplate,
+    DocumentTokenizer,
+    FileTokenizer,
+    read_tokenizer,
+)
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.values import check_whole_number
