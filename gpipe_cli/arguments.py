@@ -106,8 +106,8 @@ def _refuse_flags(words: Sequence[str], command: str) -> None:
         key = f"did you mean {near[0]}={value}?" if near else ""
         takers = ", ".join(taker for known in FLAGS if flag in known.names for taker in known.commands)
         own = [known for each in flags_of(command) for known in each.names]
-        cure = f"it belongs to gpipe {takers}" if takers else or_list(flag, own)
-        raise ConfigError(f"unknown flag {flag}; {key or cure}")
+        hint = f"it belongs to gpipe {takers}" if takers else or_list(flag, own)
+        raise ConfigError(f"unknown flag {flag}; {key or hint}")
 
 
 def _with_keys(words: Sequence[str], command: str) -> list[str]:

@@ -40,7 +40,7 @@ RESOURCE_ERRNOS = frozenset(
 
 
 class GpipeError(Exception):
-    """Base class. The message is one line that names the problem, the value and the cure."""
+    """Base class. The message is one line that names the problem, the value and the hint."""
 
     exit_code = 1
 

@@ -136,9 +136,9 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
             ) from misfit
         # A layer of ours is right, so the data is wrong; one of yours may be wrong itself, and the first step says how.
         if is_ours:
-            cure = "" if has_tokens or first.dim() != 2 else "model=mlp takes rows of numbers; "
+            hint = "" if has_tokens or first.dim() != 2 else "model=mlp takes rows of numbers; "
             raise ConfigError(
-                f"model: {misfit}; {cure}choose data and a model that fit each other"
+                f"model: {misfit}; {hint}choose data and a model that fit each other"
             ) from misfit
         try:  # with values, which a layer of yours may need
             output = run_copy(model, input) if has_values(model) else None
@@ -212,9 +212,9 @@ def _refusal(loader: BatchLoader, size: int, layer: str) -> ConfigError:
         if loader.replicas == 1
         else f"leaves one of data_parallel={loader.replicas} replicas 1 of {size}"
     )
-    cure = "set data.drop_last=true, or another batch_size" if is_last else "give a larger batch_size"
+    hint = "set data.drop_last=true, or another batch_size" if is_last else "give a larger batch_size"
     if samples < loader.batch_size:
-        cure = "give more samples"
+        hint = "give more samples"
     return ConfigError(
-        f"batch_size={loader.batch_size}: {which} {has}, but {layer} needs at least {LEAST_ROWS} in training; {cure}"
+        f"batch_size={loader.batch_size}: {which} {has}, but {layer} needs at least {LEAST_ROWS} in training; {hint}"
     )

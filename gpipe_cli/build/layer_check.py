@@ -56,19 +56,19 @@ def check_outputs(sequence: nn.Sequential, sample: ModelInput) -> None:
         return
 
 
-def check_fit(sequence: nn.Sequential, sample: ModelInput, cure: str) -> None:
+def check_fit(sequence: nn.Sequential, sample: ModelInput, hint: str) -> None:
     """Raise ConfigError if a layer does not accept its predecessor's output, or returns what cannot pass on."""
     try:
         meta_output(sequence, sample)
     except LayerMisfit as misfit:
         if any(tensor.is_meta for tensor in (*tensors_of(sample), *sequence.parameters())):
-            raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
+            raise ConfigError(f"{misfit}; {hint}") from misfit.__cause__
     else:
         return
     try:
         run_copy(sequence, sample)
     except LayerMisfit as misfit:
-        raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
+        raise ConfigError(f"{misfit}; {hint}") from misfit.__cause__
 
 
 def check_first_layer(sequence: nn.Sequential, sample: ModelInput) -> None:

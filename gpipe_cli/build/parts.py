@@ -65,7 +65,7 @@ from gpipe_cli.sequential.deferred import fill_others
 from gpipe_cli.torch_internals.deferred_values import DeferredValues
 from gpipe_cli.values import format_bytes
 
-MEASURE_CURE = "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
+MEASURE_HINT = "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def _fits_in_memory(model: nn.Sequential) -> bool:
     return False
 
 
-@report_out_of_memory("balancing the model", MEASURE_CURE)
+@report_out_of_memory("balancing the model", MEASURE_HINT)
 def partition_model(
     settings: ModelConfig, model: nn.Sequential, loader: BatchLoader, order: FixedOrder | None = None
 ) -> Partitioning:
@@ -356,8 +356,8 @@ def make_engine(
     """
     objective = replace(_objective(settings, parts.model), observe=observe)
     spec = replace(engine_spec(settings, parts, objective), measure_utilization=measure_utilization)
-    cure = traits_of_engine(settings).build_memory_cure
-    with report_out_of_memory("building engine and optimizer", cure):
+    hint = traits_of_engine(settings).build_memory_hint
+    with report_out_of_memory("building engine and optimizer", hint):
         engine: Engine = instantiate(settings.engine, "engine", settings.allow, spec=spec)
     return engine
 

@@ -267,17 +267,17 @@ def _wrong_numbers(
     settings: ModelConfig, order: FixedOrder, partitions: int, devices: int, micro_batches: int
 ) -> ConfigError:
     replicas = settings.data_parallel
-    cures = []
+    hints = []
     if order.partitions != partitions:
-        cures.append(f"partitions={order.partitions}")
+        hints.append(f"partitions={order.partitions}")
     if len(order.given) != devices:
-        cures.append(f"devices={len(order.given) * replicas}")
+        hints.append(f"devices={len(order.given) * replicas}")
     if order.chunks != micro_batches:
         is_given = settings.chunks == order.chunks  # but the mini-batch of a replica is too small for them
-        cures.append("a larger batch_size" if is_given else f"chunks={order.chunks}")
+        hints.append("a larger batch_size" if is_given else f"chunks={order.chunks}")
     return ConfigError(
         f"schedule.path={settings.schedule.path}: the order is for {_described(order)}, and there are {partitions} "
-        f"partitions on {devices} devices and {micro_batches} chunks; give {', '.join(cures)}"
+        f"partitions on {devices} devices and {micro_batches} chunks; give {', '.join(hints)}"
     )
 
 

@@ -1,7 +1,7 @@
 """From YAML files and the words of a command line to typed, checked settings, by Hydra's public API.
 
 `compose` makes one job, `sweep_words` says which values a sweep has. Every mistake, also one
-that Hydra or OmegaConf raise, is a ConfigError of one line with the key, the value and a cure.
+that Hydra or OmegaConf raise, is a ConfigError of one line with the key, the value and a hint.
 """
 
 from __future__ import annotations

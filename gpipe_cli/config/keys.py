@@ -297,8 +297,8 @@ def check_words(request: Request) -> None:
         key = override_key(word)
         if "=" not in word and not word.startswith("~"):
             is_file = word.endswith((".yaml", ".yml"))
-            cure = f"did you mean config={word}?" if is_file else f"see `gpipe {command} --help`"
-            raise ConfigError(f"'{word}' is neither a flag nor key=value; {cure}")
+            hint = f"did you mean config={word}?" if is_file else f"see `gpipe {command} --help`"
+            raise ConfigError(f"'{word}' is neither a flag nor key=value; {hint}")
         if key == "hydra.searchpath":
             raise ConfigError(f"{word}: name the folder by --config-dir, so that gpipe checks its files")
         if not sets_hydra(word):
@@ -335,7 +335,7 @@ def check_option(group: str, value: object, given: str) -> None:
     """Refuse what names neither one option nor code of yours: a number, a list, a reference or null."""
     if isinstance(value, str) and re.fullmatch(r"(?!(?:null|true|false|\d+)\Z)[\w./:-]+", value):
         return
-    cure = or_list("", [option.name for option in list_options(group)])
+    hint = or_list("", [option.name for option in list_options(group)])
     if group == "balance" and str(value).startswith("["):
-        cure = f"balance=manual balance.layers={str(value).replace(' ', '')}"
-    raise ConfigError(f"{given}: choose an option by its name; {cure}")
+        hint = f"balance=manual balance.layers={str(value).replace(' ', '')}"
+    raise ConfigError(f"{given}: choose an option by its name; {hint}")

@@ -35,16 +35,16 @@ MAX_CONFIG_BYTES = 64 * 1024
 MAX_REFERENCES = 24
 """A reference may name a text with references: if each names three, this many make a text 6,561 times as long."""
 DEEPEST = 32
-HYDRA_CURE = "no file may configure Hydra; give it on the command line"
-ALLOW_CURE = "may only be given on the command line, not in a file; add it there if you trust the code"
+HYDRA_HINT = "no file may configure Hydra; give it on the command line"
+ALLOW_HINT = "may only be given on the command line, not in a file; add it there if you trust the code"
 _PACKAGE = re.compile(r"_global_(\.(?!hydra\b|allow\b)\w+)?")
 _DEFAULT = re.compile(r"(?:(?:override|optional) +)*/?(?P<group>[\w/]+)(?:@(?P<package>[\w.]+))?")
 _OPTION = re.compile(r"[\w.-]+(/[\w.-]+)*")
 _Events = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser where PyYAML was built with it
 WORD = "config="
 FORBIDDEN = {
-    "allow": ALLOW_CURE,
-    "hydra": HYDRA_CURE,
+    "allow": ALLOW_HINT,
+    "hydra": HYDRA_HINT,
     "defaults": "a file of keys has no list of defaults; choose an option by its group, as in model: resnet18",
 }
 RECIPES = "recipes"
@@ -149,12 +149,12 @@ def check_content(plain: Any, package: str | None, name: str) -> None:
     if not isinstance(plain, Mapping):
         raise ConfigError(f"{name}: its top level must be a mapping of keys")
     if package is not None and not _PACKAGE.fullmatch(package) and package not in ("_group_", *GROUPS):
-        raise ConfigError(f"{name}: @package {package}: {_hydra_cure(package)}")
+        raise ConfigError(f"{name}: @package {package}: {_hydra_hint(package)}")
     for key in plain:
         if key == "allow":
-            raise ConfigError(f"{name}: allow: {ALLOW_CURE}")
+            raise ConfigError(f"{name}: allow: {ALLOW_HINT}")
         if not isinstance(key, str) or not key.isidentifier() or key == "hydra":
-            raise ConfigError(f"{name}: sets {key_path(plain, key)}: {_hydra_cure(key)}")
+            raise ConfigError(f"{name}: sets {key_path(plain, key)}: {_hydra_hint(key)}")
     defaults = plain.get("defaults") or []
     for entry in defaults if isinstance(defaults, list) else [defaults]:
         _check_default(entry, name)
@@ -178,16 +178,16 @@ def _check_default(entry: Any, name: str) -> None:
     package = None if match is None else match["package"]
     shown = f"{key}: {option}" if isinstance(entry, dict) else entry
     if group.partition("/")[0] not in (*GROUPS, "recipes") or package not in (None, f"_global_.{group}"):
-        raise ConfigError(f"{name}: defaults: {shown}: {_hydra_cure(key)}")
+        raise ConfigError(f"{name}: defaults: {shown}: {_hydra_hint(key)}")
     if option is not None and not (isinstance(option, str) and _OPTION.fullmatch(option or group)):
         raise ConfigError(f"{name}: defaults: {shown}: choose an option by its name")
     if ".." in str(option or ""):
         raise ConfigError(f"{name}: defaults: {shown}: leaves the folder; name an option below it")
 
 
-def _hydra_cure(key: Any) -> str:
+def _hydra_hint(key: Any) -> str:
     if re.search(r"\bhydra\b", str(key)):
-        return HYDRA_CURE
+        return HYDRA_HINT
     return "a file may choose options of gpipe's groups and set keys; remove it"
 
 
@@ -378,8 +378,8 @@ def _existing(name: str) -> Path:
         raise ConfigError("config: give config=<file>")
     if path.is_dir():
         saved = path / "config.yaml"
-        cure = f"give config={saved}" if saved.is_file() else "give a file in it"
-        raise ConfigError(f"config={name}: is a directory; {cure}")
+        hint = f"give config={saved}" if saved.is_file() else "give a file in it"
+        raise ConfigError(f"config={name}: is a directory; {hint}")
     if not path.exists():
         siblings = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         suggestion = did_you_mean(path.name, sorted(siblings))

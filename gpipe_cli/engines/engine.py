@@ -50,10 +50,10 @@ class PipelineEngine:
         collectives: Collectives | None = None,
         shards: ParameterShards | None = None,
         meter: StepMeter | None = None,
-        memory_cure: str = STEP_HINT,
+        memory_hint: str = STEP_HINT,
     ) -> None:
         """shards: None if this process updates all its parameters.
-        memory_cure: what to try if memory runs out in a training step.
+        memory_hint: what to try if memory runs out in a training step.
         """
         self.module = spec.module
         self._referenced = spec.referenced
@@ -69,7 +69,7 @@ class PipelineEngine:
         self._input_device, self._output_device = devices[0], devices[-1]
         self._devices = spec.devices
         reset_peaks(self._devices)
-        self._memory_cure = memory_cure
+        self._memory_hint = memory_hint
         self._collectives = collectives or SingleProcess(self._output_device)
         self._meter = meter
         self._offloaded = offloaded
@@ -100,7 +100,7 @@ class PipelineEngine:
         before = None if offloaded is None else offloaded.transfers
         if before is not None:
             self._wait_before_update()  # slices are updated in the middle of the step
-        with self._reports_out_of_memory("", self._memory_cure):
+        with self._reports_out_of_memory("", self._memory_hint):
             facts = self._train_step(batch, key, lr, measure)
         if offloaded is None or before is None:
             return facts
@@ -122,11 +122,11 @@ class PipelineEngine:
         # Only the last rank has a loss, but all have to judge it: either every rank updates or every rank raises.
         sums = self._training_loss.sums
         own = None if sums is None else BatchResult(loss, len(target), sums, float(weights.sum()))
-        with self._reports_out_of_memory("updating the parameters", self._memory_cure):
+        with self._reports_out_of_memory("updating the parameters", self._memory_hint):
             facts, norms = self._collectives.result_and_norms(own, self._update.norms(), measured=measure)
         self._wait_before_update()
         try:
-            with self._reports_out_of_memory("updating the parameters", self._memory_cure):
+            with self._reports_out_of_memory("updating the parameters", self._memory_hint):
                 update = self._update.apply(facts.loss, norms)
         except NumericError as error:
             # All ranks are here, since loss and norms are equal in all of them: the collectives below find their
@@ -231,8 +231,8 @@ class PipelineEngine:
         if self._offloaded is not None:
             self._offloaded.close()
 
-    def _reports_out_of_memory(self, doing: str, cure: str) -> AbstractContextManager[None]:
-        return report_out_of_memory(doing, cure, self._pipe.partition_devices)
+    def _reports_out_of_memory(self, doing: str, hint: str) -> AbstractContextManager[None]:
+        return report_out_of_memory(doing, hint, self._pipe.partition_devices)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -31,10 +31,10 @@ TRAITS = EngineTraits(
     has_partitions=False,
     has_timeline=True,
     one_checkpoint_mode=True,
-    step_memory_cure=(
+    step_memory_hint=(
         "try more engine.slices or a smaller engine.memory, checkpoint=always, more chunks, or a smaller batch_size"
     ),
-    build_memory_cure="try more engine.slices or a smaller engine.memory; engine.to=disk needs the least host memory",
+    build_memory_hint="try more engine.slices or a smaller engine.memory; engine.to=disk needs the least host memory",
     ignored_keys=frozenset({"balance", "partitions", "device_memory", "schedule", "data_parallel", "shard"}),
 )
 DEFAULT_SLICES = 8
@@ -58,7 +58,7 @@ def build(
         replace(spec, balance=balance),
         offloaded=offloaded,
         meter=StepMeter(pipe, watched=False),
-        memory_cure=TRAITS.step_memory_cure,
+        memory_hint=TRAITS.step_memory_hint,
     )
 
 

@@ -129,9 +129,9 @@ class EngineTraits:
     """Whether `gpipe profile timeline=true` can record its steps."""
     one_checkpoint_mode: bool = False
     """Whether `checkpoint` must be one mode for the whole model, not a list of modes per partition."""
-    step_memory_cure: str = STEP_HINT
+    step_memory_hint: str = STEP_HINT
     """What to try if memory runs out in a training step."""
-    build_memory_cure: str = (
+    build_memory_hint: str = (
         "try balance=size, more devices, or engine=offload (engine.to=disk if host memory is full)"
     )
     """What to try if the model does not fit on its devices."""

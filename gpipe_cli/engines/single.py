@@ -9,8 +9,8 @@ from gpipe_cli.pipeline.partitioning import move_to_devices
 
 TRAITS = EngineTraits(
     has_partitions=False,
-    step_memory_cure="try more chunks, a smaller batch_size, or engine=threads checkpoint=always on more devices",
-    build_memory_cure="try engine=threads on more devices, or engine=offload (engine.to=disk if host memory is full)",
+    step_memory_hint="try more chunks, a smaller batch_size, or engine=threads checkpoint=always on more devices",
+    build_memory_hint="try engine=threads on more devices, or engine=offload (engine.to=disk if host memory is full)",
     ignored_keys=frozenset(
         {
             "balance",
@@ -32,4 +32,4 @@ def build(spec: EngineSpec) -> Engine:
     pipe = plain_pipe(
         spec.module, chunks=spec.chunks, deferred_batch_norm=spec.deferred_batch_norm, device=device
     )
-    return PipelineEngine(pipe, spec, memory_cure=TRAITS.step_memory_cure)
+    return PipelineEngine(pipe, spec, memory_hint=TRAITS.step_memory_hint)

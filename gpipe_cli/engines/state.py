@@ -409,11 +409,11 @@ def _check_parameter_state(
     name: str, expected: Mapping[str, Any], given: Mapping[str, Any], *, complete: bool
 ) -> None:
     """Check the optimizer state of one parameter; complete: the optimizer never has more than expected."""
-    cure = "; resume with the optimizer settings of the run, or give reset_optimizer=true"
+    hint = "; resume with the optimizer settings of the run, or give reset_optimizer=true"
     if missing := expected.keys() - given.keys():
-        raise RunError(f"does not fit the optimizer: it has no {_some(missing)} of {name}{cure}")
+        raise RunError(f"does not fit the optimizer: it has no {_some(missing)} of {name}{hint}")
     if complete and (unexpected := given.keys() - expected.keys()):
-        raise RunError(f"does not fit the optimizer, which keeps no {_some(unexpected)} of {name}{cure}")
+        raise RunError(f"does not fit the optimizer, which keeps no {_some(unexpected)} of {name}{hint}")
     for key, value in given.items():
         wanted = value if expected.get(key) is None else expected[key]
         if isinstance(wanted, Tensor) != isinstance(value, Tensor):

@@ -221,7 +221,7 @@ class Run:
         if not traits.needs_processes:
             warning = self._check_disk(parts, spec)
         self._messages = [] if warning is None else [warning]
-        self._restore(engine, traits.build_memory_cure)
+        self._restore(engine, traits.build_memory_hint)
         return engine
 
     @contextmanager
@@ -315,12 +315,12 @@ class Run:
         directory = planned_run_directory(self.settings.run_dir) if is_new else self.directory
         return check_snapshot_space(directory, spec, self._retention, size)
 
-    def _restore(self, engine: Engine, memory_cure: str) -> None:
+    def _restore(self, engine: Engine, memory_hint: str) -> None:
         resumed = self._resumed
         if resumed is None or resumed.snapshot is None:
             return
         try:
-            with report_out_of_memory("loading the snapshot", memory_cure):
+            with report_out_of_memory("loading the snapshot", memory_hint):
                 engine.load_state(resumed.state_for(engine.module))
         except RunError as error:
             raise RunError(f"{resumed.snapshot.path}: {error}") from error
