@@ -23,6 +23,12 @@ from gpipe_cli.build.components import (
     scratch_folder,
     traits_of_engine,
 )
+from gpipe_cli.build.custom_schedule import (
+    has_custom_order,
+    known_schedule,
+    order_still_fits,
+    read_given_file,
+)
 from gpipe_cli.build.fit import LEAST_ROWS, check_task, with_least_rows
 from gpipe_cli.build.loader import BatchLoader, make_loader
 from gpipe_cli.build.model import ConfiguredModel, build_deferred, build_on_meta, make_model
@@ -30,15 +36,11 @@ from gpipe_cli.build.optimizer import optimizer_factory, parameter_groups
 from gpipe_cli.build.step import (
     autocast_of,
     checkpoint_mode,
-    has_custom_order,
-    known_schedule,
     make_loss,
     make_memory,
     make_pipeline_spec,
     make_sample,
     metrics_of,
-    order_still_fits,
-    read_given_file,
     sample_must_fit,
 )
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate

@@ -24,9 +24,9 @@ from gpipe_cli.build.components import (
     starts_ranks,
     traits_of_engine,
 )
+from gpipe_cli.build.custom_schedule import has_custom_order, order_from_text, order_text
 from gpipe_cli.build.model import FEWER_PARAMETERS
 from gpipe_cli.build.parts import BuiltModel, Partitioning, RunParts, build_parts, repeatable_order
-from gpipe_cli.build.step import has_custom_order, order_from_text, order_text
 from gpipe_cli.config.job import Job, Summary, resume_command
 from gpipe_cli.config.schema import RunConfig
 from gpipe_cli.data.datasets import Data

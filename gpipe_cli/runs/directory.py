@@ -6,7 +6,7 @@ metrics.jsonl                                      training/metrics
 snapshots/                                         runs/snapshots/manager
 summary.json report.html                           runs/summary, commands/report
 outcome.json                                       launch/outcome
-schedule.csv                                       build/step
+schedule.csv                                       build/custom_schedule
 trace.json                                         commands/profile
 check.json                                         commands/check
 """

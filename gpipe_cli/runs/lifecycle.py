@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.build.components import starts_ranks, traits_of_engine
+from gpipe_cli.build.custom_schedule import write_order
 from gpipe_cli.build.optimizer import optimizer_factory
 from gpipe_cli.build.parts import RunParts, make_engine, train_steps
 from gpipe_cli.build.ranks import (
@@ -26,7 +27,6 @@ from gpipe_cli.build.ranks import (
     settings_for_rank,
     with_heartbeat,
 )
-from gpipe_cli.build.step import write_order
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig

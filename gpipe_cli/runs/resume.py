@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from gpipe_cli.build.components import reads_on_demand, starts_ranks
-from gpipe_cli.build.step import saved_order
+from gpipe_cli.build.custom_schedule import saved_order
 from gpipe_cli.config.compose import overridden_epochs, settings_of
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.job import Job
