@@ -102,7 +102,7 @@ def _configured(request: Request) -> int:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
     from gpipe_cli.config.compose import compose, print_config
     from gpipe_cli.jobs import run_job
-    from gpipe_cli.sweep import ask_hydra, run_with_hydra
+    from gpipe_cli.sweep import ask_hydra, run_sweep, run_with_hydra
 
     remove_abandoned_folders()
     if request.cfg == "job":
@@ -111,19 +111,16 @@ def _configured(request: Request) -> int:
     if request.cfg or request.info or request.hydra_help:
         ask_hydra(request)
         return 0
-    began = _job_start()
-    if request.multirun or (request.command in SWEPT and any(map(sets_hydra, request.words))):
-        return run_with_hydra(request, began)
-    summary = run_job(replace(compose(request), began=began))
+    start = os.environ.get("GPIPE_JOB_START")  # of the job of a launch script, in seconds since 1970
+    began = time.monotonic() - (max(0.0, time.time() - float(start)) if start else 0.0)
+    if request.multirun or "hydra.mode=MULTIRUN" in request.words:
+        return run_sweep(request, began)
+    job = replace(compose(request), began=began)
+    by_hydra = request.command in SWEPT and any(map(sets_hydra, request.words))
+    summary = run_with_hydra(request, job) if by_hydra else run_job(job)
     if request.json:
         sys.stdout.write(f"{json.dumps(summary)}\n")
     return 0
-
-
-def _job_start() -> float:
-    """When the job of a launch script began, by the monotonic clock; for any other command, now."""
-    start = os.environ.get("GPIPE_JOB_START")  # in seconds since 1970
-    return time.monotonic() - (max(0.0, time.time() - float(start)) if start else 0.0)
 
 
 def _say(text: str) -> int:

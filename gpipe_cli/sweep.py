@@ -117,33 +117,29 @@ def ask_hydra(request: Request) -> None:
         _hydra_main(request.command, lambda _: None, [*flags, *words, *_hydra_words(request)], primary)
 
 
-def run_with_hydra(request: Request, began: float) -> int:
-    """Run a sweep, or the only job of a command line with keys of Hydra; began: when, by the monotonic clock."""
-    if request.multirun or "hydra.mode=MULTIRUN" in request.words:
-        return _run_sweep(request, began)
-    config = compose(request)
-    add_current_folder(getattr(config.settings, "allow", ()))  # hydra.job.chdir changes it
+def run_with_hydra(request: Request, job: Job) -> Summary:
+    """Run the only job of a command line with keys of Hydra."""
+    add_current_folder(getattr(job.settings, "allow", ()))  # hydra.job.chdir changes it
     done: Future[Summary] = Future()
 
     def task(_: object) -> None:
-        own = replace(config, began=began)
-        if request.command == "train" and sets_key(request.words, "hydra.run.dir"):
-            own = own.with_values(run_dir=HydraConfig.get().runtime.output_dir)
+        by_hydra = request.command == "train" and sets_key(request.words, "hydra.run.dir")
         try:
-            done.set_result(run_job(own))
+            run_dir = HydraConfig.get().runtime.output_dir
+            done.set_result(run_job(job.with_values(run_dir=run_dir) if by_hydra else job))
         except BaseException as error:  # noqa: BLE001 - Hydra would print it in its own words
             done.set_exception(error)
 
-    _store(config)
+    _store(job)
     _hydra_main(request.command, task, _hydra_words(request))
-    summary = done.result()
-    if request.json:
-        sys.stdout.write(f"{json.dumps(summary)}\n")
-    return 0
+    return done.result()
 
 
-def _run_sweep(request: Request, began: float) -> int:
-    """Run every job that has not finished, and return the first exit code that is not 0."""
+def run_sweep(request: Request, began: float) -> int:
+    """Run every job that has not finished, and return the first exit code that is not 0.
+
+    began: when the command did, by the monotonic clock.
+    """
     line = shlex.join(["gpipe", request.command, *request.typed])
     sweep = _judged(request)
     sweep.check()
