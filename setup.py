@@ -6,7 +6,7 @@ setup(
     packages=[*find_packages(include=["gpipe_cli", "gpipe_cli.*"]), "gpipe_cli.conf", "gpipe_cli.recipes"],
     package_dir={"gpipe_cli.conf": "conf", "gpipe_cli.recipes": "recipes"},
     package_data={
-        "gpipe_cli": ["py.typed", "completion.bash", "completion.fish", "completion.zsh"],
+        "gpipe_cli": ["py.typed", "completion.bash", "completion.fish", "completion.zsh", "overview.txt"],
         "gpipe_cli.launch": ["*.sh"],
         "gpipe_cli.report.page": ["*.css", "*.js", "templates/*.html"],
         "gpipe_cli.conf": ["**/*.yaml"],

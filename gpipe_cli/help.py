@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Mapping
+from pathlib import Path
 
 from gpipe_cli.arguments import flags_of
 from gpipe_cli.config.keys import FIRST, ConfigKey, Option, conf_dir, key_table, list_options
@@ -20,60 +19,18 @@ from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 WIDTH = 80
 LEFT = 28
 """The widest left column of a table; a longer name gets a line of its own."""
-OVERVIEW = """gpipe: train PyTorch models as a pipeline, from declarative configs.
-
-Usage: gpipe <command> [key=value ...] [flags]
-
-{commands}
-
-Examples:
-  gpipe train                           # ResNet-18 on handwritten digits
-  gpipe train model=resnet101 chunks=8  # another model, more micro-batches
-  gpipe ls models                       # list all models
-  gpipe train -m chunks=2,4,8           # a sweep; the same line resumes it
-
-Read on:
-  gpipe <command> --help            every key, option and flag of a command
-  gpipe train model=hf --help       the keys of what you choose
-  gpipe train --help <word>         only what matches the word
-  gpipe ls                          models, data, recipes and other options
-  eval "$(gpipe -sc install=bash)"  complete commands with the Tab key"""
+COMMANDS = (*SCHEMAS, "ls", "env")
 
 
-@final
-@dataclass(frozen=True)
-class Command:
-    summary: str
-    usage: str
-    examples: Sequence[str]
-
-
-PLAIN = {
-    "ls": Command(
-        "list models, datasets, recipes and other options",
-        "gpipe ls [models|data|recipes|balance|schedules|engines|...] [--json]",
-        ("gpipe ls", "gpipe ls models", "gpipe ls recipes", "gpipe ls models --json"),
-    ),
-    "env": Command(
-        "describe this machine, ready to paste into an issue",
-        "gpipe env [--json]",
-        ("gpipe env", "gpipe env --json", "gpipe env > env.txt", "gpipe env --help"),
-    ),
-}
-"""The commands without a file in conf/; the header of that file describes each of the others."""
-COMMANDS = (*SCHEMAS, *PLAIN)
-
-
-def about(name: str) -> Command:
-    if name in PLAIN:
-        return PLAIN[name]
-    header = Option(name, conf_dir() / f"{name}.yaml")
-    return Command(header.description, header.notes("usage")[0], header.notes("example"))
+def about(name: str) -> Option:
+    """The header of the command's file in conf/ is its description."""
+    return Option(name, conf_dir() / f"{name}.yaml")
 
 
 def overview() -> str:
     """gpipe --help"""
-    return OVERVIEW.format(commands=_section("Commands", {name: about(name).summary for name in COMMANDS}))
+    text = Path(__file__).with_name("overview.txt").read_text(encoding="utf-8").rstrip()
+    return text.format(commands=_section("Commands", {name: about(name).description for name in COMMANDS}))
 
 
 def command_help(name: str, request: Request | None = None) -> str:
@@ -91,9 +48,10 @@ def command_help(name: str, request: Request | None = None) -> str:
         names = [name for rows in sections.values() for left in rows for name in re.split("[=, ]", left)]
         hint = did_you_mean(search, names) or f"see `gpipe {name} --help`"
         raise ConfigError(f"nothing in the help of gpipe {name} matches '{search}'; {hint}")
-    usage = textwrap.wrap(f"Usage: {command.usage}", WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False)
-    examples = textwrap.indent("\n".join(command.examples), "  ")
-    start = [f"gpipe {name}: {command.summary}.", "\n".join(usage), f"Examples:\n{examples}"]
+    line, examples = f"Usage: {command.notes('usage')[0]}", "\n".join(command.notes("example"))
+    usage = textwrap.wrap(line, WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False)
+    start = [f"gpipe {name}: {command.description}.", "\n".join(usage)]
+    start.append(f"Examples:\n{textwrap.indent(examples, '  ')}")
     return "\n\n".join(shown if search else [*start, *shown])
 
 

@@ -173,7 +173,7 @@ def commands_page() -> str:
         "`gpipe <command> [key=value ...] [flags]`. Results go to stdout, progress and errors to stderr.",
         table(
             ["command", "what it does"],
-            [[f"[`gpipe {name}`](#gpipe-{name})", about(name).summary] for name in COMMANDS],
+            [[f"[`gpipe {name}`](#gpipe-{name})", about(name).description] for name in COMMANDS],
         ),
         *(part for name in COMMANDS for part in _command(name)),
         "## Flags",
@@ -204,8 +204,8 @@ def _takers(flag: Flag) -> str:
 def _command(name: str) -> list[str]:
     command = about(name)
     more = ["See [Keys](keys.md) for its keys."] if name in SCHEMAS else []
-    examples = "\n".join(["```sh", *command.examples, "```"])
-    return [f"## gpipe {name}", f"{code(command.usage)}: {command.summary}.", *more, examples]
+    examples = "\n".join(["```sh", *command.notes("example"), "```"])
+    return [f"## gpipe {name}", f"{code(command.notes('usage')[0])}: {command.description}.", *more, examples]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

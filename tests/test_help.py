@@ -44,7 +44,10 @@ def test_every_command_shows_its_usage_and_four_examples(command: str) -> None:
 
 
 def test_an_example_of_two_lines_can_be_pasted() -> None:
-    assert "    requeue=20 run_dir=/shared/run1 > job.sh" in about("launch-script").examples[0].splitlines()
+    assert (
+        "    requeue=20 run_dir=/shared/run1 > job.sh"
+        in about("launch-script").notes("example")[0].splitlines()
+    )
 
 
 def test_the_overview_names_every_command_and_four_examples_in_45_lines() -> None:
@@ -53,7 +56,7 @@ def test_the_overview_names_every_command_and_four_examples_in_45_lines() -> Non
     assert len(text.splitlines()) <= 45
     assert "gpipe <command> --help" in text and "gpipe -sc install=bash" in text
     for name in COMMANDS:
-        assert re.search(rf"^  {name} +{re.escape(about(name).summary)}$", text, flags=re.MULTILINE)
+        assert re.search(rf"^  {name} +{re.escape(about(name).description)}$", text, flags=re.MULTILINE)
 
 
 LINES = [

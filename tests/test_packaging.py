@@ -75,9 +75,9 @@ def test_the_wheel_holds_every_module_config_and_data_file(wheel: Path) -> None:
     recipes = {
         f"gpipe_cli/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "recipes").rglob("*.yaml")
     }
-    scripts = {f"gpipe_cli/completion.{shell}" for shell in ("bash", "fish", "zsh")}
+    texts = ("completion.bash", "completion.fish", "completion.zsh", "overview.txt", "py.typed")
     assert modules and files and configs and recipes
-    assert modules | files | configs | recipes | scripts | {"gpipe_cli/py.typed"} <= names
+    assert modules | files | configs | recipes | {f"gpipe_cli/{name}" for name in texts} <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"gpipe_cli"}
 
 
