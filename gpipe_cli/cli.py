@@ -12,7 +12,7 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, TextIO
+from typing import Any
 
 from gpipe_cli import __version__
 from gpipe_cli.arguments import parse
@@ -79,7 +79,9 @@ def _dispatch(arguments: list[str]) -> int:
         command, rest = rest[0], ["--help", *rest[1:]]
     if command in ("--version", "-V"):
         return _say(f"gpipe {__version__}")
-    request = parse(rest, _known(command))
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command '{command}'; {or_list(command, COMMANDS)}")
+    request = parse(rest, command)
     if request.version:
         return _say(f"gpipe {__version__}")
     if request.help:
@@ -90,12 +92,6 @@ def _dispatch(arguments: list[str]) -> int:
     with stop_immediately():
         module.run(request)
     return 0
-
-
-def _known(command: str) -> str:
-    if command not in COMMANDS:
-        raise ConfigError(f"unknown command '{command}'; {or_list(command, COMMANDS)}")
-    return command
 
 
 def _configured(request: Request) -> int:
@@ -124,7 +120,7 @@ def _configured(request: Request) -> int:
 
 
 def _say(text: str) -> int:
-    _print(text, sys.stdout)
+    sys.stdout.write(f"{text}\n")
     return 0
 
 
@@ -133,12 +129,9 @@ def _fail(error: BaseException, *, debug: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
-    if is_long_name(error) and not getattr(
-        error, "__notes__", ()
-    ):  # a layer's error has a note with its place
-        error = ConfigError(
-            f"{getattr(error, 'filename', '')}: the name is too long for a file; give a shorter one"
-        )
+    if is_long_name(error) and not hasattr(error, "__notes__"):  # those of a layer's error say its place
+        name = getattr(error, "filename", "")
+        error = ConfigError(f"{name}: the name is too long for a file; give a shorter one")
     if isinstance(error, KeyboardInterrupt):
         line = "stopped by Ctrl-C"
     elif isinstance(error, Stopped):
@@ -149,10 +142,6 @@ def _fail(error: BaseException, *, debug: bool) -> int:
     leave_exit_code(error)
     leave_reason(redacted(f"gpipe: {line}"), of_another=isinstance(error, PeerError))
     if is_main_process():
-        _print(f"gpipe: {line}", sys.stderr)
+        sys.stderr.write(f"gpipe: {line}\n")
+        sys.stderr.flush()
     return exit_code(error)
-
-
-def _print(text: str, stream: TextIO) -> None:
-    stream.write(f"{text}\n")
-    stream.flush()

@@ -318,7 +318,11 @@ def _opened(sweep: _Sweep, line: str) -> Iterator[Path]:
     digest, first = sweep.digest, sweep.configs[0]
     by_hydra = sets_key(sweep.request.words, SWEEP_DIR)
     given = str(sweep.node.sweep.dir) if by_hydra else getattr(first.settings, "run_dir", None)
-    path = _earlier(digest) if given is None else Path(given)
+    path = None if given is None else Path(given)
+    if given is None:  # the newest directory with this sweep
+        paths = sorted((path.parent for path in SWEEPS.glob(f"*/*/{MANIFEST}")), key=lambda path: path.name)
+        same = (path for path in reversed(paths) if RunReader(path).json(MANIFEST).get("digest") == digest)
+        path = next(same, None)
     if path is None or not (path / MANIFEST).exists():
         path = make_run_directory(given, SWEEPS.name, first.model)
     with lock_run_directory(path, LOCK):
@@ -333,13 +337,6 @@ def _opened(sweep: _Sweep, line: str) -> Iterator[Path]:
             )
         print_status(f"{'sweep directory:' if is_new else 'resuming the sweep in'} {path}")
         yield path
-
-
-def _earlier(digest: str) -> Path | None:
-    """The newest directory with this sweep."""
-    paths = sorted((path.parent for path in SWEEPS.glob(f"*/*/{MANIFEST}")), key=lambda path: path.name)
-    same = (path for path in reversed(paths) if RunReader(path).json(MANIFEST).get("digest") == digest)
-    return next(same, None)
 
 
 def _store(config: Job) -> None:
