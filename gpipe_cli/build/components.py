@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_cli.build.loader import data_arguments
 from gpipe_cli.build.model import check_own_keys, model_arguments, own_keys
-from gpipe_cli.build.optimizer import GROUPS, group_options, group_problems, optimizer_arguments
+from gpipe_cli.build.optimizer import GROUPS, group_options, key_problems, optimizer_arguments
 from gpipe_cli.config.instantiate import accepted_arguments, bind, instantiate
 from gpipe_cli.config.keys import chosen_options, list_options
 from gpipe_cli.config.schema import (
@@ -65,7 +65,7 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
             )
     check_own_keys(own_keys(settings))
     if settings.optimizer:
-        if problems := list(group_problems(settings.optimizer)):
+        if problems := list(key_problems(settings.optimizer)):
             raise ConfigError("; ".join(problems))
         _check_groups(settings)
     if settings.engine:

@@ -1,6 +1,7 @@
 """The optimizer of a run: a function that makes one for any part of the model, with its parameter groups.
 
-`no_decay` and `groups` are the keys of `optimizer` that divide the parameters into groups.
+`no_decay` and `groups` are the keys of `optimizer` that divide the parameters into groups; `rounding` and `master` say
+how parameters in half precision are updated.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from torch import nn
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.distributed.replica_assignment import largest_share
+from gpipe_cli.engines.half_precision import NEAREST, ROUNDINGS, HalfPrecisionOptimizer, is_half
 from gpipe_cli.engines.parameters import average_weights
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.memory import KeptState, MakeOptimizer, NamedParameters, whole_state
 from gpipe_cli.sequential.selection import select_parameters
 
 NO_DECAY, GROUPS = "no_decay", "groups"
+ROUNDING, MASTER = "rounding", "master"
 MATCH, LR_SCALE = "match", "lr_scale"
 EXAMPLE = "[{match: head, lr_scale: 10}]"
 NORM, BIAS = "norm", "bias"
@@ -123,13 +126,18 @@ def optimizer_factory(settings: ModelConfig, model: nn.Sequential) -> MakeOptimi
     ema = settings.ema
     if ema is not None:
         _check_precision(ema, model)
+    rounds = _updates_half_precision(settings, model)
 
     def make_optimizer(parameters: NamedParameters) -> torch.optim.Optimizer:
+        named = list(parameters)
         optimizer: torch.optim.Optimizer = instantiate(
-            node, "optimizer", settings.allow, params=groups.divide(parameters)
+            node, "optimizer", settings.allow, params=groups.divide(named)
         )
         for problem in _problems(optimizer, settings.optimizer):
             raise ConfigError(problem)
+        if rounds:
+            names = {parameter: name for name, parameter in named}
+            return HalfPrecisionOptimizer(optimizer, names, master=bool(settings.optimizer.get(MASTER)))
         if ema is not None:
             average_weights(optimizer, ema)
         return optimizer
@@ -142,6 +150,30 @@ def kept_state(settings: ModelConfig) -> KeptState:
     if settings.shard == "optimizer":
         return partial(largest_share, replicas=settings.data_parallel)
     return whole_state
+
+
+def _updates_half_precision(settings: ModelConfig, model: nn.Sequential) -> bool:
+    """Whether the update of trained parameters in half precision is computed in float32."""
+    node = settings.optimizer
+    # A run of an earlier version, and an optimizer named by _target_, have neither key.
+    rounds_to_nearest, master = node.get(ROUNDING, NEAREST) == NEAREST, bool(node.get(MASTER))
+    half = {each.dtype for each in model.parameters() if each.requires_grad and is_half(each)}
+    if settings.precision != "fp16" and any(each.dtype == torch.float16 for each in model.parameters()):
+        raise ConfigError(
+            "model.dtype=float16: gradients in float16 vanish without a loss scale; set precision=fp16, or "
+            "model.dtype=bfloat16"
+        )
+    if rounds_to_nearest and not master and torch.float16 in half:
+        raise ConfigError(
+            f"optimizer.{ROUNDING}=nearest: float16 parameters need an update in float32; set "
+            f"optimizer.{ROUNDING}=stochastic or optimizer.{MASTER}=true"
+        )
+    if master and not half:
+        raise ConfigError(
+            f"optimizer.{MASTER}=true: keeps a float32 copy of parameters in half precision, and the model "
+            "trains none; remove it, or set model.dtype=bfloat16"
+        )
+    return bool(half) and (master or not rounds_to_nearest)
 
 
 def _check_precision(ema: float, model: nn.Module) -> None:
@@ -175,7 +207,7 @@ def _problems(optimizer: torch.optim.Optimizer, node: Mapping[str, Any]) -> Iter
 
 def optimizer_arguments(node: Mapping[str, Any]) -> dict[str, Any]:
     """The `optimizer` node without the keys that gpipe uses itself."""
-    return {key: value for key, value in node.items() if key not in (NO_DECAY, GROUPS)}
+    return {key: value for key, value in node.items() if key not in (NO_DECAY, GROUPS, ROUNDING, MASTER)}
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,8 +220,13 @@ def group_patterns(group: Mapping[str, Any]) -> list[str]:
     return [match] if isinstance(match, str) else list(match)
 
 
-def group_problems(node: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the form of `optimizer.no_decay` and `optimizer.groups`."""
+def key_problems(node: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the form of the keys that gpipe uses itself."""
+    rounding, master = node.get(ROUNDING, NEAREST), node.get(MASTER, False)
+    if rounding not in ROUNDINGS:
+        yield f"optimizer.{ROUNDING}={rounding}: must be one of: {', '.join(ROUNDINGS)}"
+    if not isinstance(master, bool):
+        yield f"optimizer.{MASTER}={master}: must be true or false"
     no_decay, groups = node.get(NO_DECAY), node.get(GROUPS)
     if no_decay is not None and not _is_list_of_names(no_decay):
         yield f"optimizer.{NO_DECAY}={no_decay}: must be a list of names, such as [norm,bias], or []"

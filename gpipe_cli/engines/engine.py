@@ -112,7 +112,7 @@ class PipelineEngine:
         )
         weights = row_weights(self._objective.loss, batch[1], len(batch[1]))
         input, target = self._to_devices(batch)
-        self._update.begin(lr)
+        self._update.begin(lr, key)
         self._training_loss.begin(weights, measure=measure)
         meter = self._meter
         with nullcontext() if meter is None else meter.next_step(measured=measure):

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.device_errors import is_out_of_memory
+from gpipe_cli.engines.half_precision import GRADIENT_SCALE, RANDOM_KEY, optimizer_class
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.profiling.memory import MakeOptimizer, OptimizerStateShapes
 
 STORABLE_TYPES = (bool, int, float, str, type(None))
-EXCLUDED_SETTINGS = ("params", "param_names", "lr")
-"""Settings of a parameter group that the model and the learning-rate schedule decide."""
+EXCLUDED_SETTINGS = ("params", "param_names", "lr", RANDOM_KEY, GRADIENT_SCALE)
+"""Settings of a parameter group that the model, the learning-rate schedule and the step decide."""
 WITHOUT_STATE = "without_state"
 """Among an optimizer's numbers: the parameters without any state, because they never had a gradient."""
 OTHER_WEIGHTS = "other_weights"
@@ -258,7 +259,7 @@ class OptimizerState:
         """Every parameter that has had a gradient needs the complete state that the optimizer keeps for one."""
         # An optimizer of torch has its complete state after the first update and never changes its own settings;
         # any other optimizer may add state later and change its settings.
-        complete = type(self._optimizer).__module__.startswith("torch.optim.")
+        complete = optimizer_class(self._optimizer).__module__.startswith("torch.optim.")
         without = numbers.get(WITHOUT_STATE, [])
         if not isinstance(without, list) or any(
             states.get(name) for name in without if isinstance(name, str)
@@ -389,7 +390,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> Groups:
 
 
 def _title(optimizer: torch.optim.Optimizer) -> str:
-    return f"optimizer._target_={type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    kind = optimizer_class(optimizer)
+    return f"optimizer._target_={kind.__module__}.{kind.__qualname__}"
 
 
 def _check_tensors(kind: str, expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:

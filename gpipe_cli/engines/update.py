@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from gpipe_cli.accelerator.copies import start_copy
 from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.engines.collectives import Collectives
+from gpipe_cli.engines.half_precision import GRADIENT_SCALE, RANDOM_KEY
 from gpipe_cli.engines.parameters import EngineParameters, Group
 from gpipe_cli.errors import NumericError
 from gpipe_cli.offload.slices import Part, Slice
-from gpipe_cli.torch_internals.gradients import foreach_norm
+from gpipe_cli.torch_internals.gradients import foreach_norm, unscale
 
 NO_GRADIENT: Final = -1.0
 """Takes the place of a norm, which is never negative."""
@@ -62,7 +63,7 @@ class Update:
         others = [] if parameters.shards is None else parameters.shards.others
         # The scaler takes gradients from an optimizer; this one updates nothing and has no state.
         self._of_others = torch.optim.SGD(others) if others else None
-        self._lr = 0.0
+        self._lr, self._key = 0.0, 0
         self._norms: dict[nn.Parameter, float] = {}
         self._is_usable = True
         self._overflowed = False
@@ -80,11 +81,11 @@ class Update:
         """The parts of a slice besides its weights that `completed` works on."""
         return (Part.STATE,) if self._is_immediate else ()
 
-    def begin(self, lr: float) -> None:
-        """Forget the previous step. lr: of the step that comes next."""
+    def begin(self, lr: float, key: int) -> None:
+        """Forget the previous step. lr, key: of the step that comes next."""
         for parameter in self._parameters.trained:
             parameter.grad = None
-        self._lr = lr
+        self._lr, self._key = lr, key
         self._norms.clear()
         self._is_usable = True
 
@@ -161,16 +162,19 @@ class Update:
         for optimizer in (group.optimizer, None if isinstance(group, Slice) else self._of_others):
             if optimizer is not None:
                 # This also records overflows for each optimizer; scaler.update adapts the scale to all of them.
-                self.scaler.unscale_(optimizer)
+                unscale(self.scaler, optimizer)
         gradients = {parameter: parameter.grad for parameter in group.trained if parameter.grad is not None}
         # The one wait of the host in the update of a slice: it must know that the gradients are finite.
-        self._norms |= zip(gradients, norms_of(list(gradients.values())).tolist(), strict=True)
+        norms = norms_of(list(gradients.values())).tolist()
+        for parameter, norm in zip(gradients, norms, strict=True):
+            still_scaled = parameter.dtype == torch.float16
+            self._norms[parameter] = norm / self.scaler.get_scale() if still_scaled else norm
 
     def _step(self, group: Group) -> None:
         """Update the parameters in memory."""
         if group.optimizer is None:
             return
-        set_lr(group.optimizer, self._lr)
+        prepare_step(group.optimizer, self._lr, self._key, self.scaler)
         # Not scaler.step, which would judge this group alone: fp16 decides over all groups whether to update.
         group.optimizer.step()
         if isinstance(group, Slice):
@@ -182,9 +186,11 @@ def update_waits(clip_grad_norm: float | None, *, scale_loss: bool) -> bool:
     return clip_grad_norm is not None or scale_loss
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def prepare_step(optimizer: torch.optim.Optimizer, lr: float, key: int, scaler: torch.amp.GradScaler) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+        if RANDOM_KEY in group:
+            group[RANDOM_KEY], group[GRADIENT_SCALE] = key, scaler.get_scale()
 
 
 def require_finite_loss(loss: float) -> None:
@@ -211,9 +217,11 @@ def clip_factor(norm: float, max_norm: float) -> float:
 
 def norms_on(device: torch.device, gradients: Sequence[Tensor]) -> Tensor:
     """The norms of gradients of one dtype on one device."""
-    if not is_accelerator(device):
+    # A norm of float16 gradients that are still scaled may be too large for their dtype.
+    if not is_accelerator(device) and gradients[0].dtype != torch.float16:
         return torch.stack(foreach_norm(gradients))
-    return torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    dtype = torch.float32 if gradients[0].dtype == torch.float16 else None
+    return torch.stack([torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients])
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> Tensor:

@@ -75,6 +75,32 @@ def foreach_norm(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return norms
 
 
+def unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Undo the loss scale of an optimizer's gradients and record overflows; float16 gradients stay scaled.
+
+    Without their scale many float16 gradients would be zero, so torch refuses them. Their update takes the scale away.
+    """
+    scaled = [
+        (parameter, parameter.grad)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None and parameter.grad.dtype == torch.float16
+    ]
+    for parameter, _ in scaled:
+        parameter.grad = None
+    scaler.unscale_(optimizer)
+    for parameter, gradient in scaled:
+        parameter.grad = gradient
+    if scaled and scaler.is_enabled():
+        found_inf = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        for device in {gradient.device for _, gradient in scaled}:
+            sums = [gradient.sum(dtype=torch.float32) for _, gradient in scaled if gradient.device == device]
+            overflowed = (~torch.isfinite(torch.stack(sums))).any().float()
+            found_inf[device] = (
+                torch.maximum(found_inf[device], overflowed) if device in found_inf else overflowed
+            )
+
+
 def agree_on_overflow(
     scaler: torch.amp.GradScaler, device: torch.device, largest: Callable[[Tensor], Tensor]
 ) -> bool:

@@ -284,7 +284,7 @@ def replicas_alone(case: Case) -> EngineState:
         model, clip_grad_norm=case.clip, scale_loss=False, device=cpu, collectives=SingleProcess(cpu)
     )
     for step in range(len(case.rows)):
-        update.begin(0.01)
+        update.begin(0.01, 0)
         for replica, pipe in enumerate(pipes):
             pipe.train().zero_grad()
             input, target = case.batch(step, replica, 2)

@@ -31,7 +31,7 @@ def update(of: list[nn.Parameter], *, clip: float | None = None, fp16: bool = Fa
 
 def apply(updating: Update, *, loss: float, lr: float) -> UpdateResult:
     gradients = [parameter.grad for parameter in updating._parameters.trained]
-    updating.begin(lr)
+    updating.begin(lr, 0)
     for parameter, gradient in zip(updating._parameters.trained, gradients, strict=True):
         parameter.grad = gradient
     return updating.apply(loss, updating.norms())
@@ -46,7 +46,7 @@ def test_the_rate_of_the_step_is_the_one_given() -> None:
 
 def test_gradients_are_forgotten_before_a_step() -> None:
     (only,) = parameters([0.5])
-    update([only]).begin(0.1)
+    update([only]).begin(0.1, 0)
     assert only.grad is None
 
 
