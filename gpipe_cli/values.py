@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 from gpipe_cli.errors import ConfigError
 
+FilePath = Annotated[str, Path]
+"""An argument of a component that names a file or folder: config.yaml has it absolute."""
 BYTE_UNITS = {
     "B": 1,
     **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)},

@@ -9,8 +9,9 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any
 
@@ -21,7 +22,7 @@ YAML_TYPES: Mapping[Any, tuple[str, tuple[type, ...]]] = {
     bool: ("true or false", (bool,)),
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
-    str: ("text", (str,)),
+    **dict.fromkeys((str, Path), ("text", (str,))),
     **dict.fromkeys((list, tuple, Sequence), ("a list such as [1,2]", (list, tuple))),
     dict: ("a mapping", (dict,)),
     **dict.fromkeys((None, NoneType), ("null", (NoneType,))),
@@ -85,18 +86,36 @@ def accepted_arguments(node: Mapping[str, Any], group: str, allow: Sequence[str]
     return frozenset(inspect.signature(function).parameters)
 
 
+def path_arguments(node: Mapping[str, Any], group: str, allow: Sequence[str], path: str) -> Iterator[str]:
+    """The keys whose annotation has pathlib's Path in it, also those of components inside the node."""
+    parameters = _parameters(resolve_target(f"{path}._target_", node["_target_"], group, allow))
+    for name, value in node.items():
+        key = f"{path}.{name}"
+        if isinstance(value, Mapping) and "_target_" in value:
+            yield from path_arguments(value, group, allow, key)
+        elif name in parameters and Path in _members(parameters[name].annotation):
+            yield key
+
+
 def type_mismatch(value: Any, annotation: Any) -> str | None:
     """`expected a number`, or None if the YAML value fits the annotation or the annotation cannot be judged."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = [
-        typing.get_origin(member) or member
-        for member in (typing.get_args(annotation) if is_union else [annotation])
+        member
+        for member in _members(annotation)
         # No YAML value is ever a tensor, so `float | Tensor` still asks for a number.
         if not (isinstance(member, type) and member.__module__.startswith("torch"))
     ]
     if any(member not in YAML_TYPES or type(value) in YAML_TYPES[member][1] for member in members):
         return None
     return f"expected {' or '.join(dict.fromkeys(YAML_TYPES[member][0] for member in members))}"
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The types that an annotation allows, and what `Annotated` says of them."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType, typing.Annotated):
+        return [member for part in typing.get_args(annotation) for member in _members(part)]
+    return [origin or annotation]
 
 
 def _builder(value: Any, path: str, group: str, allow: Sequence[str]) -> Callable[[], Any]:

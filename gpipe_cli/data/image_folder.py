@@ -16,6 +16,7 @@ from torch import Tensor
 from gpipe_cli.data.datasets import Data, check_size, resize
 from gpipe_cli.errors import DataError
 from gpipe_cli.safe_files import read_regular
+from gpipe_cli.values import FilePath
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _HELD_OUT = ("test", "val")
@@ -25,10 +26,10 @@ _MAX_BYTES = 2**28
 
 
 def build(
-    root: str = "data/images",
+    root: FilePath = "data/images",
     size: int | None = 224,
     *,
-    path: str | None = None,
+    path: FilePath | None = None,
 ) -> Data:
     """The classes are the folders under <root>/train, or under <root> itself, in alphabetical order.
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpipe_cli.data.datasets import Data, ImageSamples, check_size, find_file, read_bytes
 from gpipe_cli.errors import ConfigError, DataError
-from gpipe_cli.values import check_whole_number
+from gpipe_cli.values import FilePath, check_whole_number
 
 _CIFAR_SHAPE = (3, 32, 32)
 _CIFAR_RECORDS = {"train.bin": 50_000}  # per file; every other file has 10,000
@@ -80,7 +80,7 @@ _CIFARS = {
 }
 
 
-def build_cifar(name: str, root: str = "data", size: int | None = None) -> Data:
+def build_cifar(name: str, root: FilePath = "data", size: int | None = None) -> Data:
     """Read CIFAR-10 or CIFAR-100: images of 3x32x32, or scaled to `size`, from the unpacked archive under `root`."""
     check_size(size)
     if name not in _CIFARS:
@@ -123,7 +123,7 @@ def _cifar_records(path: Path, variant: _Cifar) -> Tensor:
     return records
 
 
-def build_mnist(root: str = "data", size: int | None = None, channels: int = 3) -> Data:
+def build_mnist(root: FilePath = "data", size: int | None = None, channels: int = 3) -> Data:
     """Read MNIST: images of 28x28, or scaled to `size`, and repeat their grey in `channels`."""
     check_size(size)
     check_whole_number("data.channels", channels, least=1)

@@ -39,7 +39,7 @@ from gpipe_cli.data.tokenizer import (
 )
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.safe_files import read_regular
-from gpipe_cli.values import check_whole_number
+from gpipe_cli.values import FilePath, check_whole_number
 
 _SONNETS = Path(__file__).parent / "files" / "sonnets.txt"
 _BYTE_STRIDE = 8
@@ -50,15 +50,15 @@ _LINE_BREAK = (ord("\n"),)
 
 
 def build_text(
-    path: str | None = None,
+    path: FilePath | None = None,
     context: int = 32,
     stride: int | None = None,
     held_out: float = 0.1,
     *,
-    tokenizer: str | None = None,
+    tokenizer: FilePath | None = None,
     eos_token: str | None = None,
     pack: bool = True,
-    cache: str | None = None,
+    cache: FilePath | None = None,
 ) -> Data:
     """Make a window of `context` tokens every `stride` tokens; hold out the last `held_out` share of the text."""
     spec = TokenSpec(str(_SONNETS) if path is None else path, context, pack, held_out, cache)
@@ -89,14 +89,14 @@ def build_text(
 
 
 def build_jsonl(
-    path: str,
-    tokenizer: str | None = None,
+    path: FilePath,
+    tokenizer: FilePath | None = None,
     eos_token: str | None = None,
     field: str = "text",
     context: int = 256,
     pack: bool = True,
     held_out: float = 0.1,
-    cache: str | None = None,
+    cache: FilePath | None = None,
 ) -> Data:
     """Hold out the last `held_out` share of the samples."""
     spec = TokenSpec(path, context, pack, held_out, cache)

@@ -39,6 +39,7 @@ from gpipe_cli.runs.saved import (
     load_into_model,
     load_on_demand,
     saved_config,
+    search_code,
     weights_file,
     with_overrides,
 )
@@ -66,6 +67,7 @@ def with_saved_settings(settings: Settings, job: Job, ignored: Collection[str] =
     run = _run_of(settings)
     if run is not None and snapshot_paths(run):  # otherwise choose_snapshot reports what is wrong with it
         saved = saved_config(run)
+        search_code(run, settings, job.overrides)
     elif settings.weights is not None and (spec := spec_of_weights(settings.weights)) is not None:
         saved = _config_of(spec, settings.weights)
     else:

@@ -1,14 +1,14 @@
 """The directory of a run: created once, written by one process at a time, never overwritten.
 
-config.yaml overrides.yaml env.json launch.json    runs/launch_record
-train.log logger.json                              runs/recorder, loggers/protocol
-metrics.jsonl                                      training/metrics
-snapshots/                                         runs/snapshots/manager
-summary.json report.html                           runs/summary, commands/report
-outcome.json                                       launch/outcome
-schedule.csv                                       build/custom_schedule
-trace.json                                         commands/profile
-check.json                                         commands/check
+config.yaml paths.json overrides.yaml env.json launch.json    runs/launch_record
+train.log logger.json                                         runs/recorder, loggers/protocol
+metrics.jsonl                                                 training/metrics
+snapshots/                                                    runs/snapshots/manager
+summary.json report.html                                      runs/summary, commands/report
+outcome.json                                                  launch/outcome
+schedule.csv                                                  build/custom_schedule
+trace.json                                                    commands/profile
+check.json                                                    commands/check
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""What a run was started with, in its directory: config.yaml, overrides.yaml, env.json, and launch.json.
+"""What a run was started with, in its directory: config.yaml, paths.json, overrides.yaml, env.json, and launch.json.
+
+In config.yaml all paths are absolute, so that a run works from any folder; paths.json has them relative to the run, for
+a project that moves with its runs.
 
 launch.json has the commands that started and resumed the run, and the partitions of the last launch.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,21 +16,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.build.components import traits_of_engine
+from gpipe_cli.build.model import FILE, own_keys
 from gpipe_cli.build.optimizer import kept_state, optimizer_factory
 from gpipe_cli.build.parts import RunParts
+from gpipe_cli.config.instantiate import path_arguments
 from gpipe_cli.config.job import Job
 from gpipe_cli.config.keys import chosen_options
-from gpipe_cli.config.schema import CostConfig
+from gpipe_cli.config.schema import COMPONENT_GROUPS, CostConfig, ModelConfig
 from gpipe_cli.errors import RunError
 from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.profiling.memory import resident_memory
 from gpipe_cli.report.environment import environment
 from gpipe_cli.runs.directory import write_json, write_text
+from gpipe_cli.runs.saved import FOLDER, PATHS, saved_places
 from gpipe_cli.safe_files import parse_json, read_regular
-from gpipe_cli.values import parse_bytes
+from gpipe_cli.values import flatten, parse_bytes
 
 LAUNCH_FILE = "launch.json"
 MAX_LAUNCH_BYTES = 16 * 2**20
@@ -84,9 +91,40 @@ def write_launch(directory: Path, launch: Mapping[str, Any]) -> None:
 
 def write_config(directory: Path, job: Job) -> None:
     """Write what was asked for, and on which machine."""
-    write_text(directory / "config.yaml", OmegaConf.to_yaml(job.tree))
+    assert isinstance(job.settings, ModelConfig), "it builds a model"
+    write_settings(directory, job.tree, job.settings)
     write_text(directory / "overrides.yaml", OmegaConf.to_yaml(list(job.overrides)))
     write_json(directory / "env.json", environment())
+
+
+def write_settings(directory: Path, tree: DictConfig, settings: ModelConfig) -> None:
+    """Write the settings with absolute paths, and where these and the current folder are from the run."""
+    tree = copy.deepcopy(tree)
+    before = saved_places(directory).get(FOLDER)
+    places = {FOLDER: str(Path.cwd()) if before is None else before.found}
+    values = dict(flatten(OmegaConf.to_container(tree)))
+    for key in _path_keys(settings):
+        path = str(Path(str(values.get(key))).absolute())
+        if values.get(key) is not None and "${" not in path:  # a reference may mean another path tomorrow
+            places[key] = path
+            OmegaConf.update(tree, key, path)
+    write_text(directory / "config.yaml", OmegaConf.to_yaml(tree))
+    run = directory.absolute()
+    write_json(directory / PATHS, {key: [path, os.path.relpath(path, run)] for key, path in places.items()})
+
+
+def _path_keys(settings: ModelConfig) -> list[str]:
+    nodes = {group: getattr(settings, group, {}) for group in COMPONENT_GROUPS}
+    return [
+        "schedule.path",
+        *(f"model.{key}" for key in own_keys(settings) if key == FILE),
+        *(
+            key
+            for group, node in nodes.items()
+            if node
+            for key in path_arguments(node, group, settings.allow, group)
+        ),
+    ]
 
 
 def _earlier_launch(run: Path) -> Mapping[str, Any]:

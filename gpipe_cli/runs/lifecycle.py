@@ -12,8 +12,6 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from omegaconf import OmegaConf
-
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.build.components import starts_ranks, traits_of_engine
@@ -46,9 +44,14 @@ from gpipe_cli.runs.directory import (
     lock_run_directory,
     make_run_directory,
     planned_run_directory,
-    write_text,
 )
-from gpipe_cli.runs.launch_record import changed_ranks, launch_facts, write_config, write_launch
+from gpipe_cli.runs.launch_record import (
+    changed_ranks,
+    launch_facts,
+    write_config,
+    write_launch,
+    write_settings,
+)
 from gpipe_cli.runs.reader import OUTCOME
 from gpipe_cli.runs.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder
 from gpipe_cli.runs.resume import (
@@ -387,7 +390,7 @@ def _rewind(resumed: ResumedRun) -> list[str]:
         for name in ("summary.json", OUTCOME):
             (directory / name).unlink(missing_ok=True)
         if resumed.changes:
-            write_text(directory / "config.yaml", OmegaConf.to_yaml(resumed.tree))
+            write_settings(directory, resumed.tree, resumed.settings)
     new_optimizer = ", with a new optimizer state" if resumed.settings.reset_optimizer else ""
     return [
         "the run has no usable snapshot; starting again at step 0"

@@ -39,7 +39,15 @@ from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
 from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.runs.directory import lock_run_directory, resumed_directory
-from gpipe_cli.runs.saved import saved_config, select_snapshot, warn_of_damaged, with_overrides
+from gpipe_cli.runs.saved import (
+    SavedPlace,
+    saved_config,
+    saved_places,
+    search_code,
+    select_snapshot,
+    warn_of_damaged,
+    with_overrides,
+)
 from gpipe_cli.runs.snapshots.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.runs.snapshots.manifest import (
     FILES,
@@ -114,6 +122,7 @@ def load_resumed_run(
         cleanup.enter_context(lock_run_directory(directory))
         cleanup.enter_context(recorded_outcome(directory))
     saved = saved_config(directory)
+    search_code(directory, settings, job.overrides)
     tree = with_overrides(saved, job.tree, job.overrides, LAUNCH_KEYS)
     new_settings = settings_of(tree, job.command, job.overrides)
     assert isinstance(new_settings, TrainConfig)
@@ -123,7 +132,8 @@ def load_resumed_run(
     warn = not is_rank() and (job.dry_run or not starts_ranks(new_settings))
     snapshot = _load_snapshot(settings, directory, on_demand=reads_on_demand(new_settings), warn=warn)
     base = None if snapshot is None else snapshot.record.base
-    changes = _changes(saved, tree, LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY))
+    changeable = LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY)
+    changes = _changes(saved, tree, changeable, saved_places(directory))
     if snapshot is not None:
         check_base(base, new_settings.model, snapshot.path, contents=is_main_process())
     order = saved_order(directory, new_settings, job.overrides)
@@ -236,8 +246,13 @@ def _load_snapshot(settings: TrainConfig, run: Path, *, on_demand: bool, warn: b
     return None if snapshots.newest is None else open_verified(snapshots.newest)
 
 
-def _changes(saved: DictConfig, tree: DictConfig, changeable: Sequence[str]) -> list[str]:
-    """Settings that differ from the saved ones; those that must not are an error, except those in `changeable`."""
+def _changes(
+    saved: DictConfig, tree: DictConfig, changeable: Sequence[str], places: Mapping[str, SavedPlace]
+) -> list[str]:
+    """Settings that differ from the saved ones; those that must not are an error.
+
+    Exceptions are those in `changeable`, and paths to what has moved away; places: those of the run.
+    """
     before, now = (dict(flatten(OmegaConf.to_container(config))) for config in (saved, tree))
     changes = []
     for key in dict.fromkeys([*before, *now]):
@@ -246,7 +261,11 @@ def _changes(saved: DictConfig, tree: DictConfig, changeable: Sequence[str]) -> 
         unknown = key not in before and not now[key]
         if before.get(key) == now.get(key) or unknown or key in (*LAUNCH_KEYS, "allow"):
             continue
-        if key not in changeable and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED_KEYS):
+        place = places.get(key)
+        if place is not None and os.path.realpath(new) == os.path.realpath(old):
+            continue
+        may_change = key in changeable or (place is not None and place.is_gone)
+        if not may_change and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED_KEYS):
             raise ConfigError(
                 f"{key}={new}: the run was started with {old}, which cannot change when you resume it; "
                 "remove it, or start a new run"

@@ -65,7 +65,9 @@ def test_a_model_larger_than_memory_is_profiled_without_measuring(huge: Gpipe) -
         "share": pytest.approx(1 / 4, rel=0.01),
     }
     assert "forward_ms" not in summary and "predicted_step_ms" not in summary
-    written = "profile.json profile.csv report.html launch.json config.yaml overrides.yaml env.json"
+    written = (
+        "profile.json profile.csv report.html launch.json config.yaml paths.json overrides.yaml env.json"
+    )
     assert {path.name for path in Path(summary["run_dir"]).iterdir()} == {*written.split()}
     shown = huge("profile", "measure=false", "sort=time", "top=1")
     assert "forward FLOPs" in shown.out and "23.84 GiB" in shown.out

@@ -26,6 +26,7 @@ def test_a_run_writes_everything_needed_to_repeat_and_analyse_it(tiny: Gpipe) ->
     assert directory.parent == Path("runs/train/build")
     assert {path.name for path in directory.iterdir()} == {
         "config.yaml",
+        "paths.json",
         "overrides.yaml",
         "env.json",
         "train.log",

@@ -10,10 +10,11 @@ import pytest
 import torch
 import yaml
 
-from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
+from gpipe_cli.config.instantiate import accepted_arguments, instantiate, path_arguments, type_mismatch
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.vision import torchvision
+from tests.support.command_line import UserModule
 
 FORBIDDEN = """
     os.system logging.os.system builtins.open builtins.eval subprocess.run pathlib.Path.unlink pickle.loads numpy.load
@@ -252,3 +253,18 @@ def test_models_of_transformers_and_timm_are_built_if_they_are_allowed() -> None
     for node in (llama, resnet):
         with pytest.raises(ConfigError, match=r"^add allow=\[.* not allowed here"):
             instantiate(node, "model", [])
+
+
+def test_the_annotation_of_an_argument_says_that_it_is_a_path(
+    user_module: UserModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def paths(target: str, **arguments: Any) -> list[str]:
+        return [*path_arguments({"_target_": target, **arguments}, "data", ["mine"], "data")]
+
+    code = "from pathlib import Path\ndef build(root: Path, url: str, *, list: Path | None): pass\n"
+    monkeypatch.syspath_prepend(user_module("mine", code).parent)
+    assert paths("mine.build", root="a", url="b", list="c") == ["data.root", "data.list"]
+    train = {"_target_": "torchvision.datasets.ImageFolder", "root": "images"}
+    assert paths("gpipe_cli.data.pair.build", train=train, classes=2) == ["data.train.root"]
+    names = dict.fromkeys(("path", "field", "tokenizer", "cache"), "a")
+    assert paths("gpipe_cli.data.texts.build_text", **names) == ["data.path", "data.tokenizer", "data.cache"]

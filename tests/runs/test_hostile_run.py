@@ -308,6 +308,7 @@ def test_a_relabeled_tensor_is_refused(hold: Hold) -> None:
 
 FILES = (
     "config.yaml",
+    "paths.json",
     "overrides.yaml",
     "env.json",
     "train.log",

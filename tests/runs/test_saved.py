@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from omegaconf import OmegaConf
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.runs.saved import saved_config, with_overrides
 from tests.support.command_line import Gpipe
+from tests.support.trained_runs import GPT
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,73 @@ def test_a_key_that_training_no_longer_has_is_left_out_of_a_saved_config(
     assert gpipe("cp", "run/.", "mine.yaml").code == 0
     copied = gpipe("train", "--cfg", "job", "config=mine.yaml")
     assert yaml.safe_load(copied.out) == yaml.safe_load(answer.out)
+
+
+def test_a_run_works_from_any_folder_and_after_its_project_has_moved(
+    gpipe: Gpipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed from any other folder: `data.path=text.txt: cannot be read`."""
+    project, moved = tmp_path / "project", tmp_path / "moved"
+    project.mkdir()
+    (project / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    monkeypatch.chdir(project)
+    words = (*GPT, "balance=uniform", "data.path=text.txt", "batch_size=8", "chunks=2")
+    loss = gpipe("train", *words, "steps=2", "run_dir=runs/a", "--json").json["loss"]
+    monkeypatch.chdir(tmp_path)
+    project.rename(moved)
+    answer = gpipe("eval", "run=moved/runs/a", "--json")
+    assert answer.json["loss"] == loss
+    told = f"data.path={moved}/text.txt: used instead of {project}/text.txt, which does not exist any more\n"
+    assert answer.err.count(told) == 1
+    monkeypatch.chdir(moved)
+    assert gpipe("train", *words, "steps=3", "run_dir=runs/a", "resume=auto").code == 0
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert saved["data"]["path"] == f"{moved}/text.txt"
+
+    Path("text.txt").rename("renamed.txt")
+    answer = gpipe("train", "resume=runs/a", "steps=4")
+    assert answer.code == 3 and f"data.path={moved}/text.txt: cannot be read" in answer.err
+    assert gpipe("train", "resume=runs/a", "steps=4", "data.path=renamed.txt").code == 0
+    Path("other.txt").write_text(Path("renamed.txt").read_text())
+    answer = gpipe("train", "resume=runs/a", "steps=5", "data.path=other.txt")
+    assert answer.code == 2 and "data.path=other.txt: the run was started with" in answer.err
+
+
+def test_code_that_the_command_line_allows_is_found_where_the_run_was_started(
+    gpipe: Gpipe, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, elsewhere = Path("project"), Path("elsewhere")
+    for folder in (project, elsewhere):
+        folder.mkdir()
+    for path in (tiny_run, Path("tiny_for_tests.py")):
+        path.rename(project / path.name)
+    (project / "run" / "paths.json").write_text('{"folder": ["/before/it/moved", ".."]}')
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.delitem(sys.modules, "tiny_for_tests", raising=False)
+    others = [folder for folder in sys.path if not Path(folder, "tiny_for_tests.py").exists()]
+    monkeypatch.setattr(sys, "path", others)
+    run = f"run={tiny_run.parent}/project/run"
+    monkeypatch.setenv("GPIPE_ALLOW", "tiny_for_tests")
+    answer = gpipe("eval", run)
+    assert answer.code == 2 and "No module named 'tiny_for_tests'" in answer.err, "no word about this run"
+    answer = gpipe("eval", run, "allow=[tiny_for_tests]")
+    assert answer.code == 0 and answer.err.startswith("tiny_for_tests: not in this folder; searching ")
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"data.path": 1}', '{"data.path": ["/a"]}', '{"a": [1, "b"]}']
+)
+def test_damaged_paths_are_an_error_of_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.yaml").write_text("data: {path: /a}\n")
+    (tmp_path / "paths.json").write_text(content)
+    with pytest.raises(RunError, match=r"paths.json: cannot be used"):
+        saved_config(tmp_path)
+
+
+def test_only_paths_of_the_configuration_are_replaced(tmp_path: Path) -> None:
+    """A record from elsewhere changes no other key, and none that was edited since."""
+    (tmp_path / "config.yaml").write_text("data: {path: /edited}\nmodel: {_target_: a.b}\n")
+    (tmp_path / "paths.json").write_text(
+        '{"data.path": ["/gone", "."], "model._target_": ["/gone", "."], "x": ["/gone", "."]}'
+    )
+    assert saved_config(tmp_path) == {"data": {"path": "/edited"}, "model": {"_target_": "a.b"}}

@@ -42,6 +42,7 @@ def only_run_files(sandbox: Sandbox) -> None:
     """No file with offloaded parameters outlives the process."""
     known = {
         "config.yaml",
+        "paths.json",
         "overrides.yaml",
         "env.json",
         "train.log",

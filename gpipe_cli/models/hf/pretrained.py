@@ -19,7 +19,7 @@ from gpipe_cli.models.hf.deferred_loading import Loading, is_in_head, stored_ten
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
 from gpipe_cli.models.weights import shape_text
 from gpipe_cli.sequential.deferred import DeferredParameter
-from gpipe_cli.values import check_whole_number
+from gpipe_cli.values import FilePath, check_whole_number
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INITS = ("weights", "random")
@@ -36,7 +36,7 @@ CLASSIFICATION = frozenset({"image_classification", "sequence_classification"})
 
 
 def build(
-    path: str,
+    path: FilePath,
     task: str | None = None,
     init: str = "weights",
     dtype: str | None = None,
