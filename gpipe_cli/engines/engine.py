@@ -137,7 +137,7 @@ class PipelineEngine:
         if measure:
             # The update is only queued, and the training loop takes the time when this call returns.
             synchronize(self._devices)
-        facts = replace(facts, grad_norm=update.grad_norm, skipped=update.skipped)
+        facts = replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, lost_updates=update.lost)
         if meter is None:
             return facts
         return replace(facts, utilization=meter.utilization, timeline=meter.timeline)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 import torch
@@ -34,6 +35,8 @@ MASTER: Final = "master"
 _HALF = (torch.bfloat16, torch.float16)
 _CHUNK_BYTES = 64 * 2**20
 """How many bytes of parameters are in memory in float32 at once; at least one parameter."""
+_SAMPLED = 4096
+"""How many elements of a parameter are looked at to count lost updates."""
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 """How many bits of a float32 number the dtype does not have."""
 _SMALLEST_NORMAL = 2.0**-14
@@ -139,6 +142,36 @@ class HalfPrecisionOptimizer(torch.optim.Optimizer):
         text = f"{self.param_groups[0][RANDOM_KEY]} {self._names.get(parameter, '')}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+@final
+class LostUpdates:
+    """Counts how many updates of parameters in half precision change nothing, in a sample of a part of a step."""
+
+    def __init__(self) -> None:
+        self._lost = self._all = 0
+
+    @property
+    def share(self) -> float | None:
+        return self._lost / self._all if self._all else None
+
+    @contextmanager
+    def counted(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Count the updates that the optimizer makes in the block."""
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        before = {
+            each: _sample(each).clone() for each in parameters if is_half(each) and each.grad is not None
+        }
+        yield
+        for parameter, values in before.items():
+            assert parameter.grad is not None, "an update changes no gradient"
+            has_gradient = _sample(parameter.grad) != 0
+            self._all += int(has_gradient.sum())
+            self._lost += int((has_gradient & (_sample(parameter) == values)).sum())
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten()[:_SAMPLED]
 
 
 def _is_rounded(value: Any, dtype: torch.dtype) -> bool:

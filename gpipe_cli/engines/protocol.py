@@ -59,6 +59,9 @@ class BatchResult:
     grad_norm: float | None = None
     skipped: bool = False
     """The update was skipped because fp16 gradients overflowed."""
+    lost_updates: float | None = None
+    """In one step, where parameters in half precision are rounded to nearest: the share of updates that change nothing,
+    in a sample of the parameters of this process."""
     transfers: Transfers | None = None
     """What it cost to move the model to its devices and back, where the model is offloaded."""
     utilization: Utilization | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, final
@@ -19,7 +20,13 @@ from torch import Tensor, nn
 from gpipe_cli.accelerator.copies import start_copy
 from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.engines.collectives import Collectives
-from gpipe_cli.engines.half_precision import GRADIENT_SCALE, RANDOM_KEY
+from gpipe_cli.engines.half_precision import (
+    GRADIENT_SCALE,
+    RANDOM_KEY,
+    HalfPrecisionOptimizer,
+    LostUpdates,
+    is_half,
+)
 from gpipe_cli.engines.parameters import EngineParameters, Group
 from gpipe_cli.errors import NumericError
 from gpipe_cli.offload.slices import Part, Slice
@@ -36,6 +43,8 @@ MAX_CONSECUTIVE_SKIPS = 20
 class UpdateResult:
     grad_norm: float | None = None
     skipped: bool = False
+    lost: float | None = None
+    """See BatchResult.lost_updates."""
 
 
 @final
@@ -64,6 +73,7 @@ class Update:
         # The scaler takes gradients from an optimizer; this one updates nothing and has no state.
         self._of_others = torch.optim.SGD(others) if others else None
         self._lr, self._key = 0.0, 0
+        self._lost_updates = LostUpdates() if any(map(is_half, parameters.trained)) else None
         self._norms: dict[nn.Parameter, float] = {}
         self._is_usable = True
         self._overflowed = False
@@ -154,7 +164,9 @@ class Update:
                 f"the gradients overflowed in {MAX_CONSECUTIVE_SKIPS} steps in a row, down to a loss scale of "
                 f"{self.scaler.get_scale():g}; try a smaller optimizer.lr, precision=bf16 or precision=fp32"
             )
-        return UpdateResult(grad_norm, self._overflowed)
+        if (lost := None if self._lost_updates is None else self._lost_updates.share) is not None:
+            self._lost_updates = None  # it is counted in one step
+        return UpdateResult(grad_norm, self._overflowed, lost)
 
     def _record_norms(self, group: Group) -> None:
         """Undo the loss scale and record the norms."""
@@ -175,10 +187,18 @@ class Update:
         if group.optimizer is None:
             return
         prepare_step(group.optimizer, self._lr, self._key, self.scaler)
-        # Not scaler.step, which would judge this group alone: fp16 decides over all groups whether to update.
-        group.optimizer.step()
+        with self._counting_lost_updates(group.optimizer):
+            # Not scaler.step, which would judge this group alone: fp16 decides over all groups whether to update.
+            group.optimizer.step()
         if isinstance(group, Slice):
             _drop_gradients(group)
+
+    def _counting_lost_updates(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        # Not while the learning rate warms up, when many more updates are lost.
+        warms_up = self._lr < optimizer.defaults.get("lr", 0.0) / 2
+        if self._lost_updates is None or warms_up or isinstance(optimizer, HalfPrecisionOptimizer):
+            return nullcontext()
+        return self._lost_updates.counted(optimizer)
 
 
 def update_waits(clip_grad_norm: float | None, *, scale_loss: bool) -> bool:

@@ -137,6 +137,11 @@ class RunRecorder:
             self.print_status(
                 f"step {fact.step}: fp16 gradients overflowed; skipped the update and lowered the loss scale"
             )
+        if fact.lost_updates is not None:
+            self.print_status(
+                f"step {fact.step}: {fact.lost_updates:.0%} of the updates were too small for weights in half "
+                "precision, rounded to nearest, and lost; optimizer.rounding=stochastic keeps them on average"
+            )
         if fact.measured:
             extra: dict[str, Any] = {
                 "loss_mean": fact.window.mean,

@@ -134,6 +134,8 @@ class StepResult:
     utilization: Utilization | None = None
     timeline: StepTimeline | None = None
     """The timeline of the step, if it is the one that the engine recorded."""
+    lost_updates: float | None = None
+    """See BatchResult.lost_updates."""
 
 
 @final
@@ -273,6 +275,7 @@ def train(
                 transfers=facts.transfers,
                 utilization=facts.utilization,
                 timeline=facts.timeline,
+                lost_updates=facts.lost_updates,
             )
             if measured:
                 window = LossWindow()

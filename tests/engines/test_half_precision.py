@@ -178,3 +178,19 @@ def test_an_optimizer_that_changes_its_own_settings_is_refused() -> None:
     weight.grad = torch.ones_like(weight)
     with pytest.raises(ConfigError, match="Counting changes its own count in each step"):
         optimizer.step()
+
+
+@pytest.mark.parametrize(("lr", "share"), [(1e-4, 1.0), (0.1, 0.0)])
+def test_one_step_counts_the_updates_that_rounding_to_nearest_loses(
+    lr: float, share: float, tmp_path: Path
+) -> None:
+    module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4))).bfloat16()
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+    # sign(gradient) * lr, so that a weight of one moves by lr.
+    node = {"_target_": "torch.optim.Adam", "lr": lr, "eps": 0.0, "rounding": "nearest"}
+    make = optimizer_factory(TrainConfig(optimizer=node), module)
+    trained = build("single", objective(optimizer=make, precision="bf16"), tmp_path, module)
+    found = [trained.train_step(batch(0), key=0, lr=each).lost_updates for each in (lr / 10, lr, lr)]
+    assert found == [None, share, None]
+    trained.close()
