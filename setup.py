@@ -7,6 +7,7 @@ setup(
     package_dir={"gpipe_cli.conf": "conf", "gpipe_cli.recipes": "recipes"},
     package_data={
         "gpipe_cli": ["py.typed", "completion.bash", "completion.fish", "completion.zsh", "overview.txt"],
+        "gpipe_cli.config": ["keys.ini"],
         "gpipe_cli.launch": ["*.sh"],
         "gpipe_cli.report.page": ["*.css", "*.js", "templates/*.html"],
         "gpipe_cli.conf": ["**/*.yaml"],

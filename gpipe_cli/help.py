@@ -12,8 +12,8 @@ from pathlib import Path
 
 from gpipe_cli.arguments import flags_of
 from gpipe_cli.config.keys import FIRST, ConfigKey, Option, conf_dir, key_table, list_options
-from gpipe_cli.config.schema import SCHEMAS, ModelConfig
-from gpipe_cli.config.words import SCALE_KEY, Request
+from gpipe_cli.config.schema import SCHEMAS
+from gpipe_cli.config.words import Request
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
 WIDTH = 80
@@ -59,11 +59,7 @@ def _keys(command: str, request: Request) -> dict[str, dict[str, str]]:
     """The groups, then the keys under their headings."""
     groups, first = "Groups (group=option; * is chosen)", f"{FIRST} (key=default)"
     sections: dict[str, dict[str, str]] = {groups: {}, first: {}}
-    own, shared = SCHEMAS[command].__annotations__, ("config", SCALE_KEY, *ModelConfig.__annotations__)
-    table = list(key_table(command, request.words).values())
-    # Of the first keys, those of this command alone come before those of similar commands and of all.
-    table.sort(key=lambda row: row.heading == FIRST and 1 + (row.key in shared) - (row.key in own))
-    for row in table:
+    for row in key_table(command, request.words).values():
         rows = sections.setdefault(first if row.heading == FIRST else row.heading, {})
         if row.type == "group":
             sections[groups] |= _group(row, request)

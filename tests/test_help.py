@@ -118,7 +118,7 @@ def test_the_keys_that_matter_most_come_first_and_the_rest_under_headings() -> N
     [
         ("train", ["epochs", "steps", "resume", "config"]),
         ("eval", ["split", "seed", "run", "which", "snapshot", "at", "weights", "config", "chunks"]),
-        ("launch-script", ["time_limit", "kind", "nodes", "hosts"]),
+        ("launch-script", ["kind", "nodes", "hosts"]),
         ("runs", ["folder", "watch", "config"]),
     ],
 )

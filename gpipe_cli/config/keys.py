@@ -1,40 +1,40 @@
 """The keys of each command, and the options that ship with gpipe: the YAML files under conf/ and recipes/.
 
-Python and YAML keep no comments, so the texts of `schema` and of the files are read: there is one place to write a key
-and its sentence. Imports neither Hydra nor torch, so that help, listing and completion stay quick.
+The classes of `schema` have the types and defaults, and keys.ini has the meanings, under the headings of the help. YAML
+keeps no comments, so the texts of options are read. Imports neither Hydra nor torch, so that help, listing and
+completion stay quick.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from configparser import RawConfigParser
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
-from itertools import starmap
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.config import schema
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS, SWEPT
-from gpipe_cli.config.words import CONFIG_MEANING, SCALE_KEY, SMALL, Request, override_key, sets_hydra
+from gpipe_cli.config.words import SCALE_KEY, SMALL, Request, override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
 FIRST = "Keys"
 """The heading of the keys that matter most, and of keys that stand below no heading."""
 MAX_KEYS_BYTES = 65_536
 """Bytes of a file of keys that help and completion read."""
+CONFIG_KEY = ("config", "str", "null")
+RECIPE_KEYS = (("recipe", "group", ""), (SCALE_KEY, "str", "full"))
 QUOTES = "\"'"
 HINTS = {
     "hydra": "see `gpipe {command} --cfg hydra` for the keys of Hydra",
     "jobs": "give hydra/launcher=joblib hydra.launcher.n_jobs=2 to a sweep (-m) instead",
 }
 """What to do about keys that are not ours."""
-_SCHEMA = re.compile(
-    r'^class (\w+)(?:\((.+)\))?:$|^    # \[(.+)\]$|^    (\w+): (.+) = (.+)\n    """((?:.|\n)+?)"""',
-    flags=re.MULTILINE,
-)
-"""A class with its bases; a heading; a field with its type, default and docstring."""
 
 
 @final
@@ -47,15 +47,6 @@ class ConfigKey:
     default: str
     meaning: str
     heading: str = FIRST
-
-
-CONFIG_KEY = ConfigKey("config", "str", "null", CONFIG_MEANING)
-RECIPE_KEYS = (
-    ConfigKey("recipe", "group", "", "A complete run, tested on two CPU cores."),
-    ConfigKey(
-        SCALE_KEY, "str", "full", "small makes a recipe for GPUs small enough to try on two CPU cores."
-    ),
-)
 
 
 @cache
@@ -137,29 +128,33 @@ def list_options(group: str) -> list[Option]:
     return [Option(path.stem, path) for path in sorted(folder.glob("*.yaml"))]
 
 
+def _fields(schema_class: Any, above: str = "") -> Iterator[tuple[str, str, str]]:
+    """Each key of a class of the schema, nested ones by their dotted path, with its type and default as text."""
+    kinds = {"Any": "", "list[str]": "list", "dict[str, Any]": "group"}
+    for each in fields(schema_class):
+        annotation, key = str(each.type), f"{above}{each.name}"
+        nested = getattr(schema, annotation, None)
+        if not is_dataclass(nested):
+            default = "" if each.default is MISSING else json.dumps(each.default).strip('"')
+            yield key, kinds.get(annotation, annotation.removesuffix(" | None")), default
+            continue
+        if key in GROUPS:
+            yield key, "group", ""
+        yield from _fields(nested, f"{key}.")
+
+
 @cache
-def _schema_keys() -> dict[str, dict[str, ConfigKey]]:
-    """The keys of each class of the schema, nested ones by their dotted path."""
-    classes: dict[str, dict[str, ConfigKey]] = {}
-    heading = FIRST
-    text = Path(schema.__file__).read_text(encoding="utf-8")
-    for name, bases, title, key, annotation, default, meaning in _SCHEMA.findall(text):
-        heading = title or (FIRST if name else heading)
-        if name:
-            rows = classes[name] = {}
-            for base in filter(None, bases.split(", ")):
-                rows |= classes[base]
-        nested = classes.get(annotation, {})
-        if key and (key in GROUPS or not nested):
-            kind = {"Any": "", "list[str]": "list"}.get(annotation, annotation.removesuffix(" | None"))
-            shown = {"None": "null", "True": "true", "False": "false"}.get(default, default.strip('"'))
-            shown = "" if shown.startswith("field(") else shown
-            rows[key] = ConfigKey(
-                key, "group" if key in GROUPS else kind, shown, " ".join(meaning.split()), heading
-            )
-        for inner in nested.values():
-            rows[f"{key}.{inner.key}"] = replace(inner, key=f"{key}.{inner.key}", heading=heading)
-    return classes
+def _meanings(command: str) -> dict[str, tuple[str, str]]:
+    """The meaning of each key and the heading above it, in the order of the help."""
+    texts = RawConfigParser(delimiters=":")
+    texts.read(Path(__file__).with_suffix(".ini"), encoding="utf-8")
+    found = {}
+    for heading in texts.sections():
+        for name, text in texts.items(heading):
+            key, _, only = name.partition(" of ")
+            if only == command or (not only and f"{key} of {command}" not in chain(*texts.values())):
+                found[key] = (" ".join(text.split()), heading)
+    return found
 
 
 @cache
@@ -177,11 +172,16 @@ def groups_of(command: str) -> set[str]:
 
 @cache
 def config_keys(command: str) -> dict[str, ConfigKey]:
-    """The keys of the command, without those of options."""
+    """The keys of the command, without those of options, in the order of the help."""
     unused = {*GROUPS} - groups_of(command) | {*NO_EFFECT.get(command, ())}
     recipe = RECIPE_KEYS if "recipes" in _default_choices(command) else ()
-    rows = (CONFIG_KEY, *recipe, *_schema_keys()[SCHEMAS[command].__name__].values())
-    return {row.key: row for row in rows if row.key not in unused}
+    meanings = _meanings(command)
+    rows = {
+        key: ConfigKey(key, kind, default, *meanings.get(key, ("", FIRST)))
+        for key, kind, default in (CONFIG_KEY, *recipe, *_fields(SCHEMAS[command]))
+        if key not in unused
+    }
+    return {key: rows[key] for key in (*filter(rows.__contains__, meanings), *rows)}
 
 
 @cache

@@ -22,9 +22,6 @@ SCALE_KEY = "recipe.scale"
 _RECIPE, _SCALE = "recipe=", f"{SCALE_KEY}="
 CUSTOM = "custom"
 """The empty option of a component group, whose `_target_` is given instead."""
-CONFIG_MEANING = (
-    "A file of keys, such as `epochs: 5`, or the config.yaml of a run; the command line overrides it."
-)
 TEXT_KEYS = ("prompt",)
 """Keys whose value is any text: nothing in it is a list, a sweep, a reference or a quote."""
 ANY_CHARACTER = (*TEXT_KEYS, "data.delimiter")
