@@ -21,6 +21,7 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
+from gpipe_cli import GPipe
 from gpipe_cli.cli import main
 from gpipe_cli.config.keys import known_keys, list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS
@@ -33,6 +34,7 @@ PAGES = [TOP / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(TOP)) for page in PAGES]
 EXAMPLES = [
     TOP / "examples" / "your_own_model" / "mynet.py",
+    TOP / "examples" / "first_model" / "mymodel.py",
     TOP / "examples" / "your_own_data" / "mydata.py",
     TOP / "examples" / "your_own_data" / "sentences.py",
     TOP / "examples" / "your_own_parts" / "myparts.py",
@@ -49,8 +51,10 @@ CONFIG_FILES = ("config=my.yaml", "config=changed.yaml")
 FINE_TUNING = DOCS / "how-to" / "fine-tune-hugging-face.md"
 FREEZING = DOCS / "how-to" / "fine-tuning.md"
 PREDICTION = DOCS / "how-to" / "prediction.md"
-IN_ORDER = (FINE_TUNING, FREEZING, PREDICTION)
-"""Their commands build on each other: tests/test_fine_tuning.py and tests/test_prediction_page.py run them in order."""
+TUTORIAL = DOCS / "get-started" / "first-model.md"
+COMING_FROM = sorted((DOCS / "coming-from").glob("*.md"))
+IN_ORDER = (FINE_TUNING, FREEZING, PREDICTION, TUTORIAL)
+"""Their commands build on each other: test_fine_tuning.py, test_prediction_page.py and a test below run them."""
 LONG = (
     "gpipe train model=resnet101 chunks=8",
     "gpipe train -m chunks=2,4,8",
@@ -99,15 +103,18 @@ def links(page: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", without_blocks(page)))
 
 
-def listed(nav: Any) -> Iterator[str]:
-    """The files that a navigation of mkdocs names, however deep."""
-    match nav:
-        case str():
-            yield nav
-        case dict():
-            yield from (name for value in nav.values() for name in listed(value))
-        case list():
-            yield from (name for value in nav for name in listed(value))
+def title(page: Path) -> str:
+    return text_of(page).split("# ", 1)[1].splitlines()[0]
+
+
+def listed(nav: Any) -> Iterator[tuple[str, str]]:
+    """The titles and files of the pages that a navigation of mkdocs names, however deep."""
+    for entry in nav:
+        for name, value in entry.items():
+            if isinstance(value, str):
+                yield name, value
+            else:
+                yield from listed(value)
 
 
 def test_the_pages_show_their_commands() -> None:
@@ -130,7 +137,10 @@ def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> 
 
 
 @each_page
-def test_python_on_a_page_can_be_read_and_what_it_imports_is_there(page: Path) -> None:
+def test_python_on_a_page_can_be_read_and_what_it_imports_is_there(
+    page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES[1].parent)
     for block in re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module:
@@ -138,10 +148,49 @@ def test_python_on_a_page_can_be_read_and_what_it_imports_is_there(page: Path) -
                 assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
-def test_the_navigation_names_every_page_once_and_nothing_else() -> None:
+def test_the_navigation_names_every_page_once_by_its_title() -> None:
+    """16 of 21 pages had three names: in the navigation, on the page and in links to it."""
     configuration = yaml.safe_load((TOP / "mkdocs.yml").read_text(encoding="utf-8"))
-    named = list(listed(configuration["nav"]))
-    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in PAGES[1:])
+    named = sorted(listed(configuration["nav"]))
+    assert named == sorted((title(page), str(page.relative_to(DOCS))) for page in PAGES[1:])
+
+
+@each_page
+def test_a_link_that_begins_like_a_title_is_the_title_of_its_page(page: Path) -> None:
+    for text, name in re.findall(r"\[([A-Z][^\]]*)\]\(([^)\s#:]+\.md)\)", without_blocks(page)):
+        assert " ".join(text.split()) == title((page.parent / name).resolve()), name
+
+
+@pytest.mark.parametrize("page", COMING_FROM, ids=lambda page: page.stem)
+def test_the_python_for_users_of_other_tools_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL)
+    (tmp_path / "page.py").write_text("".join(blocks), encoding="utf-8")
+    ran = runpy.run_path("page.py")
+    for value in list(ran.values()):
+        if isinstance(value, GPipe):
+            assert (
+                all(parameter.grad is not None for parameter in value.parameters())
+                or page.stem == "your-own-loop"
+            )
+            value.close()
+
+
+@pytest.mark.slow
+def test_the_tutorial_holds_from_the_first_command_to_the_exported_model(
+    gpipe: Gpipe, tmp_path: Path
+) -> None:
+    shutil.copy(EXAMPLES[1], tmp_path)
+    for line in (line for block in console_blocks(TUTORIAL) for line in block.splitlines()):
+        if line.startswith("gpipe"):
+            run_as_printed(gpipe, line)
+        else:
+            assert subprocess.run(shlex.split(line), capture_output=True).returncode == 0, line
+    (block,) = re.findall(r"```python\n(.*?)```", text_of(TUTORIAL), flags=re.DOTALL)
+    (tmp_path / "load.py").write_text(block, encoding="utf-8")
+    subprocess.run([sys.executable, "load.py"], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -336,6 +385,13 @@ def test_the_site_is_built_without_a_warning_and_names_no_other_place(tmp_path: 
             r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?://[^\"> ]+)", text_of(page)
         )
         assert not fetched, (page.name, fetched)
+    browser = shutil.which("chromium")
+    if browser is not None:
+        found = [browser, "--headless", "--no-sandbox", "--virtual-time-budget=8000", "--dump-dom"]
+        opened = subprocess.run(
+            [*found, f"{(tmp_path / 'index.html').as_uri()}?q=checkpoint"], capture_output=True, text=True
+        )
+        assert re.search(r"\d+ matching documents", opened.stdout), "the search of a site opened from a disk"
 
 
 @pytest.mark.slow
