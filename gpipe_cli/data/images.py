@@ -1,7 +1,8 @@
 """The image sets that gpipe reads itself: CIFAR and MNIST from their published files, and the digits in the package.
 
 CIFAR is read from its binary version (https://www.cs.toronto.edu/~kriz/cifar.html), files of equal records, each a
-label or two and an image; gpipe does not read the pickled Python version. MNIST is read from its four files, compressed
+label or two and an image, or from the version for Python, which torchvision downloads: pickled dicts, of which gpipe
+takes the arrays and runs nothing. MNIST is read from its four files, compressed
 or not. Their format, idx, is a magic number with the number of dimensions, the length of each dimension, and the bytes.
 The 1,797 handwritten digits of the UCI repository (see files/digits.txt) are small and real, so that a first run needs
 no download.
@@ -19,12 +20,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gpipe_cli.data.datasets import Data, ImageSamples, check_size, find_file, read_bytes
+from gpipe_cli.data.pickled_arrays import byte_rows, read_pickled_dict
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.values import FilePath, check_whole_number
 
 _CIFAR_SHAPE = (3, 32, 32)
-_CIFAR_RECORDS = {"train.bin": 50_000}  # per file; every other file has 10,000
+_CIFAR_RECORDS = {"train": 50_000}  # per file; every other file has 10,000
+_PICKLED_EXTRA = 256  # bytes that a pickled file may have per image, for its name and label
 _MNIST_FOLDER = "mnist"
+_MAX_BYTE = 255
 _IDX_BYTES = 0x08  # idx code for unsigned bytes
 _MAX_IDX_BYTES = 2**30  # bytes; the largest file of the set has 47 million
 _DIGITS_FILE = Path(__file__).parent / "files" / "digits.safetensors"
@@ -45,11 +49,16 @@ _CIFAR100 = """
 @dataclass(frozen=True)
 class _Cifar:
     archive: str
+    """`{}` is binary or python."""
     folder: str
+    pickled_folder: str
     train: tuple[str, ...]
+    """Files, in the binary version with the suffix .bin."""
     test: tuple[str, ...]
     labels: int
     """Bytes before the image; the last of them is the class."""
+    label_key: str
+    """Where a pickled file has the classes."""
     classes: tuple[str, ...]
     """Their names, in the order of the labels."""
     mean: tuple[float, float, float]
@@ -58,21 +67,25 @@ class _Cifar:
 
 _CIFARS = {
     "cifar10": _Cifar(
-        archive="cifar-10-binary.tar.gz",
+        archive="cifar-10-{}.tar.gz",
         folder="cifar-10-batches-bin",
-        train=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
-        test=("test_batch.bin",),
+        pickled_folder="cifar-10-batches-py",
+        train=tuple(f"data_batch_{number}" for number in range(1, 6)),
+        test=("test_batch",),
         labels=1,
+        label_key="labels",
         classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
     ),
     "cifar100": _Cifar(
-        archive="cifar-100-binary.tar.gz",
+        archive="cifar-100-{}.tar.gz",
         folder="cifar-100-binary",
-        train=("train.bin",),
-        test=("test.bin",),
+        pickled_folder="cifar-100-python",
+        train=("train",),
+        test=("test",),
         labels=2,
+        label_key="fine_labels",
         classes=tuple(_CIFAR100.split()),
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),
@@ -100,27 +113,62 @@ def build_cifar(name: str, root: FilePath = "data", size: int | None = None) -> 
 
 
 def _read_cifar(variant: _Cifar, root: str, names: tuple[str, ...], size: int | None) -> ImageSamples:
-    hint = f"unpack {variant.archive} from https://www.cs.toronto.edu/~kriz/cifar.html into {root}"
-    if pickled := sorted(Path(root).glob(variant.archive.replace("binary.tar.gz", "*py*"))):
-        hint = f"{pickled[0]} is pickled and can run code, so gpipe does not read it; {hint}"
-    paths = [find_file(root, variant.folder, name, hint) for name in names]
-    records = torch.cat([_cifar_records(path, variant) for path in paths])
-    images = records[:, variant.labels :].reshape(-1, *_CIFAR_SHAPE)
-    return ImageSamples(images, records[:, variant.labels - 1], size=size)
+    hint = (
+        f"unpack {variant.archive.format('binary')} from https://www.cs.toronto.edu/~kriz/cifar.html into {root}, or "
+        f"{variant.archive.format('python')}, which torchvision downloads"
+    )
+    folder, suffix, read = variant.folder, ".bin", _cifar_records
+    if not (Path(root) / folder).is_dir() and (Path(root) / variant.pickled_folder).is_dir():
+        folder, suffix, read = variant.pickled_folder, "", _pickled_records
+    paths = [find_file(root, folder, f"{name}{suffix}", hint) for name in names]
+    parts = [
+        read(path, variant, _CIFAR_RECORDS.get(name, 10_000)) for path, name in zip(paths, names, strict=True)
+    ]
+    for path, part in zip(paths, parts, strict=True):
+        if (label := int(part.labels.max())) >= len(variant.classes):
+            raise DataError(f"{path}: has the label {label}, but there are {len(variant.classes)} classes")
+    images = torch.cat([part.images for part in parts]).reshape(-1, *_CIFAR_SHAPE)
+    return ImageSamples(images, torch.cat([part.labels for part in parts]), size=size)
 
 
-def _cifar_records(path: Path, variant: _Cifar) -> Tensor:
+@final
+@dataclass(frozen=True)
+class _Records:
+    """The content of one file."""
+
+    images: Tensor
+    """One image per row."""
+    labels: Tensor
+
+
+def _cifar_records(path: Path, variant: _Cifar, count: int) -> _Records:
     length = variant.labels + prod(_CIFAR_SHAPE)
-    expected = _CIFAR_RECORDS.get(path.name.removesuffix(".gz"), 10_000) * length
+    expected = count * length
     content = read_bytes(path, expected + 1)
     if len(content) != expected:
         size = f"{len(content)} bytes" if len(content) < expected else f"more than {expected} bytes"
         raise DataError(f"{path}: has {size} instead of {expected}: not the published file")
     records = torch.frombuffer(content, dtype=torch.uint8).view(-1, length)
-    label = int(records[:, variant.labels - 1].max())
-    if label >= len(variant.classes):
-        raise DataError(f"{path}: has the label {label}, but there are {len(variant.classes)} classes")
-    return records
+    return _Records(records[:, variant.labels :], records[:, variant.labels - 1])
+
+
+def _pickled_records(path: Path, variant: _Cifar, count: int) -> _Records:
+    columns = prod(_CIFAR_SHAPE)
+    limit = count * (2 * columns + _PICKLED_EXTRA)  # Python 3 may have written a byte as two
+    content = read_bytes(path, limit + 1)
+    if len(content) > limit:
+        raise DataError(f"{path}: has more than {limit} bytes: not the published file")
+    values = read_pickled_dict(content, path)
+    images, labels = byte_rows(values.get("data")), values.get(variant.label_key)
+    if images is None or images.shape != (count, columns):
+        raise DataError(f"{path}: data is no array of {count} images as bytes: not the published file")
+    if not isinstance(labels, list) or len(labels) != count or not all(type(each) is int for each in labels):
+        raise DataError(f"{path}: {variant.label_key} is no list of {count} classes: not the published file")
+    if min(labels) < 0 or max(labels) > _MAX_BYTE:
+        raise DataError(
+            f"{path}: {variant.label_key} has the label {max(labels, key=abs)}: not the published file"
+        )
+    return _Records(images, torch.tensor(labels, dtype=torch.uint8))
 
 
 def build_mnist(root: FilePath = "data", size: int | None = None, channels: int = 3) -> Data:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +30,7 @@ CIFAR_FILES = {
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [file for _, _, names in CIFAR_FILES.values() for file in names]
+    files = [file.removesuffix(".bin") for _, _, names in CIFAR_FILES.values() for file in names]
     monkeypatch.setattr(images, "_CIFAR_RECORDS", dict.fromkeys(files, RECORDS))
 
 
@@ -35,7 +39,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             lambda root: images.build_cifar("cifar10", root),
-            r"data_batch_1\.bin is missing; unpack cifar-10-binary\.tar\.gz from https",
+            r"data_batch_1\.bin is missing; unpack cifar-10-binary\.tar\.gz from https.* or cifar-10-python\.tar\.gz",
         ),
         (images.build_mnist, r"train-images-idx3-ubyte is missing; put the four files of MNIST.*/mnist"),
     ],
@@ -98,15 +102,113 @@ def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
         images.build_cifar("cifar10", root=str(tmp_path))
 
 
-def test_the_pickled_version_of_cifar_is_not_read_and_the_error_names_the_binary_archive(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "cifar-10-batches-py").mkdir()
-    message = (
-        r"cifar-10-batches-py is pickled and can run code, so gpipe does not read it; unpack cifar-10-binary"
+def python_2_pickle(images: bytes, labels: list[int], key: bytes = b"labels", call: bytes = b"") -> bytes:
+    """What cPickle of Python 2 wrote, as in the published files; call: opcodes put in front of the closing one."""
+
+    def text(content: bytes) -> bytes:
+        return b"U" + bytes([len(content)]) + content
+
+    shape = b"K" + bytes([len(labels)]) + b"M\x00\x0c\x86"
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\nq\x01cnumpy\nndarray\nq\x02K\x00\x85U\x01b\x87Rq\x03(K\x01"
     )
-    with pytest.raises(DataError, match=message):
+    array += (
+        shape
+        + b"cnumpy\ndtype\nq\x04U\x02u1K\x00K\x01\x87Rq\x05(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xff"
+    )
+    array += b"K\x00tb\x89T" + len(images).to_bytes(4, "little") + images + b"tb"
+    classes = b"]q\x06(" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    names = text(b"filenames") + b"]q\x07(" + text(b"leptodactylus_pentadactylus_s_000004.png") + b"e"
+    return b"\x80\x02}q\x00(" + names + text(key) + classes + text(b"data") + array + b"u" + call + b"."
+
+
+def write_python_cifar(root: Path, name: str) -> Path:
+    folder, _, files = CIFAR_FILES[name]
+    own = root / {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}[name]
+    own.mkdir()
+    write_cifar(root, name)
+    for file in files:
+        records = (root / folder / file).read_bytes()
+        parts = [
+            records[start : start + len(records) // RECORDS]
+            for start in range(0, len(records), len(records) // RECORDS)
+        ]
+        images, labels = b"".join(part[-3072:] for part in parts), [part[-3073] for part in parts]
+        key = {"cifar10": b"labels", "cifar100": b"fine_labels"}[name]
+        (own / file.removesuffix(".bin")).write_bytes(python_2_pickle(images, labels, key))
+    return own
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_the_archive_that_torchvision_downloads_has_the_samples_of_the_binary_one(
+    tmp_path: Path, name: str
+) -> None:
+    write_python_cifar(tmp_path, name)
+    binary = images.build_cifar(name, root=str(tmp_path))
+    shutil.rmtree(tmp_path / CIFAR_FILES[name][0])
+    pickled = images.build_cifar(name, root=str(tmp_path))
+    for own, other in ((pickled.train, binary.train), (pickled.test, binary.test)):
+        everything = torch.arange(len(other))
+        assert all(map(torch.equal, own.batch(everything), other.batch(everything)))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_a_python_archive_that_python_3_wrote_again_is_read_too(tmp_path: Path, protocol: int) -> None:
+    folder = write_python_cifar(tmp_path, "cifar100")
+    shutil.rmtree(tmp_path / "cifar-100-binary")
+    rows = numpy.full((RECORDS, 3072), 255, dtype=numpy.uint8)
+    content = {b"data": rows, b"fine_labels": [5, 99, 5], b"coarse_labels": [0, 1, 2]}
+    (folder / "test").write_bytes(pickle.dumps(content, protocol))
+    test = images.build_cifar("cifar100", root=str(tmp_path)).test
+    assert [int(test[index][1]) for index in range(3)] == [5, 99, 5] and bool((test[0][0] == 1).all())
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("executed"),)
+
+
+IMAGES = bytes(RECORDS * 3072)
+PUBLISHED = python_2_pickle(IMAGES, [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (pickle.dumps({"data": Evil()}, 2), r"names __builtin__\.getattr,.*nothing of it was run"),
+        (pickle.dumps({"data": Evil()}, 4), r"names pathlib\.Path\.touch"),
+        (
+            python_2_pickle(IMAGES, [0, 0, 0], call=b"0cos\nsystem\n(U\x02lstR"),
+            "uses the opcode POP of pickle",
+        ),
+        (python_2_pickle(IMAGES, [0, 0, 0], call=b"cos\nsystem\n"), r"names os\.system"),
+        (python_2_pickle(IMAGES, [0, 0, 0], call=b"U\x01a"), "damaged, or not a pickled dict"),
+        (b"\x80\x02(ibuiltins\neval\n.", "uses the opcode INST"),
+        (b"\x80\x02}}b.", "gives a state to a dict"),
+        (b"\x80\x02]U\x01aa.", "not a pickled dict .*holds a list"),
+        (PUBLISHED[:-100], "damaged, or not a pickled dict"),
+        (b"\x1f\x8b", "damaged, or not a pickled dict"),
+        (b"", "damaged, or not a pickled dict"),
+        (PUBLISHED.replace(b"U\x02u1", b"U\x02f1"), "data is no array of 3 images as bytes"),
+        (
+            PUBLISHED.replace(b"K\x03M\x00\x0c\x86", b"K\x02M\x00\x0c\x86"),
+            "data is no array of 3 images as bytes",
+        ),
+        (python_2_pickle(IMAGES, [0, 0, 0], b"classes"), "labels is no list of 3 classes"),
+        (python_2_pickle(IMAGES, [0, 0, 200]), "has the label 200, but there are 10 classes"),
+        (PUBLISHED + bytes(20000), "has more than 19200 bytes: not the published file"),
+    ],
+)
+def test_a_python_archive_that_is_not_the_published_one_is_refused_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_python_cifar(tmp_path, "cifar10") / "data_batch_2"
+    shutil.rmtree(tmp_path / "cifar-10-batches-bin")
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"data_batch_2: .*{says}"):
         images.build_cifar("cifar10", root=str(tmp_path))
+    assert not Path("executed").exists()
 
 
 def test_an_unknown_variant_is_refused() -> None:
