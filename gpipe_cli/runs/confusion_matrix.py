@@ -6,6 +6,7 @@ The process with the last layer counts while the model is evaluated; rank 0 adds
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -27,8 +28,6 @@ MAX_CLASSES = 1000
 MAX_MATRIX = 100
 """Classes of which every pair is written; of more, only the most confused ones."""
 MAX_PAIRS = 30
-EXAMINED = 64
-"""Held-out samples from the first on, of which those to show are chosen."""
 MAX_SHOWN = 12
 MAX_WRONG = 6
 MAX_MASKS = 4
@@ -45,7 +44,7 @@ class Observed:
     counts: Tensor
     """[target class, predicted class]: how many samples, or pixels."""
     samples: Sequence[Mapping[str, Any]]
-    """`target` and `predicted`, each a class or a mask, and a class's `confidence`, for the first samples."""
+    """Those to show: `index`, and `target` and `predicted`, each a class or a mask, with a class's `confidence`."""
 
 
 @final
@@ -56,6 +55,7 @@ class EvalObserver:
         # Later replicas evaluate other samples than the first ones.
         self._wants_samples = loader.replica == 0
         self._is_text = loader.data.tokenizer is not None
+        self._batch_size, self._first = loader.batch_size, 0
         self._counts = torch.zeros(0, dtype=torch.int64)
         self._samples: list[dict[str, Any]] = []
         self._failed = False
@@ -72,6 +72,7 @@ class EvalObserver:
 
     def _count(self, output: Any, target: Tensor) -> None:
         scores = main_scores(output)
+        first, self._first = self._first, self._first + self._batch_size
         # One label per token is not a class: the tokens of a language model have their own metrics.
         if not are_pixel_scores(scores, target) or (self._is_text and target.ndim > 1):
             return
@@ -82,8 +83,8 @@ class EvalObserver:
         predicted, target = scores.max(1).indices.cpu(), target.cpu()
         if not len(self._counts):
             self._counts = torch.zeros(classes**2 + 1, dtype=torch.int64)
-            if self._wants_samples:
-                self._samples = _first_samples(scores, predicted, target)
+        if self._wants_samples and (target.ndim == 1 or not self._samples):
+            self._samples = _chosen([*self._samples, *_samples(scores, predicted, target, first)])
         # The loss has checked the labels: what is below 0 is ignored, and goes into a last place of its own.
         pairs = torch.where(target < 0, classes**2, classes * target + predicted).flatten()
         self._counts.scatter_add_(0, pairs, torch.ones_like(pairs))
@@ -93,23 +94,54 @@ class EvalObserver:
         counts = world.sum(self._counts[:-1])
         # One rank has them: the one with the output of the first replica.
         samples: list[dict[str, Any]] = next(filter(None, world.run_together(lambda: self._samples)), [])
-        self._counts, self._samples = torch.zeros(0, dtype=torch.int64), []
+        self._counts, self._samples, self._first = torch.zeros(0, dtype=torch.int64), [], 0
         if not len(counts):
             return None
         return Observed(counts.reshape(math.isqrt(len(counts)), -1), samples)
 
 
-def _first_samples(scores: Tensor, predicted: Tensor, target: Tensor) -> list[dict[str, Any]]:
+def _samples(scores: Tensor, predicted: Tensor, target: Tensor, first: int) -> list[dict[str, Any]]:
+    """The samples of a mini-batch, of which `first` is the index of the first one."""
     if target.ndim == 3:
         masks = zip(_thumbnail(target[:MAX_MASKS]), _thumbnail(predicted[:MAX_MASKS]), strict=True)
-        return [{"target": mask.tolist(), "predicted": own.tolist()} for mask, own in masks]
+        return [
+            {"index": first + row, "target": mask.tolist(), "predicted": own.tolist()}
+            for row, (mask, own) in enumerate(masks)
+        ]
     if target.ndim != 1:
         return []
-    confidence = scores[:EXAMINED].float().softmax(1).amax(1).cpu()
-    rows = zip(target.tolist(), predicted.tolist(), confidence.tolist(), strict=False)
+    confidence = scores.float().softmax(1).amax(1).cpu()
+    rows = zip(target.tolist(), predicted.tolist(), confidence.tolist(), strict=True)
     return [
-        {"target": label, "predicted": own, "confidence": share} for label, own, share in rows if label >= 0
+        {"index": first + row, "target": label, "predicted": own, "confidence": share}
+        for row, (label, own, share) in enumerate(rows)
+        if label >= 0
     ]
+
+
+def _chosen(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The samples worth showing: errors, then others, each across the classes and the most confident ones first.
+
+    What is not chosen among some samples is not chosen among more, so an evaluation need not keep all.
+    """
+    if not all("confidence" in sample for sample in samples):
+        return samples  # no mask is predicted exactly
+    is_wrong = [sample["target"] != sample["predicted"] for sample in samples]
+    wrong, right = (
+        _across_classes([sample for sample, own in zip(samples, is_wrong, strict=True) if own is kind])
+        for kind in (True, False)
+    )
+    return [*wrong[:MAX_WRONG], *right[:MAX_SHOWN]]
+
+
+def _across_classes(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One sample of each class, then a second of each: of a class, the most confident ones first."""
+    places = Counter[int]()
+    order: list[tuple[int, dict[str, Any]]] = []
+    for sample in sorted(samples, key=lambda sample: -sample["confidence"]):
+        order.append((places[sample["target"]], sample))
+        places[sample["target"]] += 1
+    return [sample for _, sample in sorted(order, key=lambda pair: pair[0])]
 
 
 def _thumbnail(images: Tensor) -> Tensor:
@@ -143,18 +175,13 @@ def _most_confused(counts: Tensor) -> list[dict[str, int]]:
 
 
 def _shown_samples(samples: Sequence[Mapping[str, Any]], loader: BatchLoader) -> list[dict[str, Any]]:
-    """The samples worth showing, wrong ones first, each with its input; none if inputs cannot be shown."""
-    wrong = [index for index, sample in enumerate(samples) if sample["target"] != sample["predicted"]]
-    if not all(isinstance(sample["target"], int) for sample in samples):
-        wrong = []  # no mask is predicted exactly
-    shown = wrong[:MAX_WRONG]
-    shown += [index for index in range(len(samples)) if index not in wrong][: MAX_SHOWN - len(shown)]
+    """The samples, each with its input; none if inputs cannot be shown."""
     rows = []
-    for index in shown:
-        input = loader.eval_samples[index][0]
+    for sample in samples[:MAX_SHOWN]:
+        input = loader.eval_samples[sample["index"]][0]
         picture = _picture(input, loader) if isinstance(input, Tensor) else None
         if picture is not None:
-            rows.append({**_with_mask_images(samples[index]), "index": index, **picture})
+            rows.append({**_with_mask_images(sample), **picture})
     return rows
 
 

@@ -109,7 +109,7 @@ def test_an_observer_counts_pairs_over_all_batches_and_starts_again() -> None:
     observer({"out": scores(1, 0), "aux": scores(0, 0)}, torch.tensor([1, -100]))
     observed = observer.take(World())
     assert observed is not None and observed.counts.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
-    assert [sample["predicted"] for sample in observed.samples] == [0, 2, 2]
+    assert [sample["predicted"] for sample in observed.samples] == [2, 0, 1, 2]
     assert observer.take(World()) is None
 
 
@@ -138,6 +138,24 @@ def test_wrong_predictions_come_first_and_carry_names_and_images() -> None:
     facts = predictions_json(observed, data, step=7)
     assert facts["class_names"] == ["cat", "dog", "<b>"] and facts["step"] == 7
     assert [sample["index"] for sample in facts["samples"]] == [2, 5, 0, 1, 3, 4]
+
+
+def test_samples_are_of_all_classes_and_of_each_the_most_confident_errors_come_first() -> None:
+    """A folder of images lists one class after the other, so the first samples are all of one class."""
+    observer = EvalObserver(loader())
+    targets = [0] * 12 + [1] * 6 + [2] * 6
+    sure = {3: 9.0, 8: 8.0, 20: 3.0}  # errors; others are right
+    for first in range(0, 24, 6):
+        own = targets[first : first + 6]
+        rows = scores(*((label + (first + row in sure)) % 3 for row, label in enumerate(own)))
+        factors = torch.tensor([sure.get(first + row, 1 + row / 10) for row in range(6)])
+        observer(rows * factors.unsqueeze(1), torch.tensor(own))
+    observed = observer.take(World())
+    assert observed is not None
+    shown = [sample["index"] for sample in observed.samples][:12]
+    assert shown[:3] == [3, 20, 8]
+    assert {targets[index] for index in shown[3:6]} == {targets[index] for index in shown[6:9]} == {0, 1, 2}
+    assert observer.take(World()) is None
 
 
 def test_of_many_classes_only_the_most_confused_pairs_are_written() -> None:
