@@ -20,6 +20,8 @@ from gpipe_cli.values import IGNORED_LABEL
 Measure = Callable[[Any, Tensor], Mapping[str, float]]
 _NUMBER_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _CLASS_LOSSES = (nn.CrossEntropyLoss,)
+_TOP = 5
+"""Of so many classes or fewer, each is among the best so many."""
 _ONE_TENSOR = (
     "let the model return the scores of all positions and nothing else (see "
     "`Use a model that computes its own loss` in docs/how-to/your-own-model.md)"
@@ -72,15 +74,16 @@ def scored_labels(target: Tensor) -> Tensor:
 
 
 def accuracy(output: Any, target: Tensor) -> dict[str, float]:
-    """Count the samples whose class has the highest score, or one of the five highest.
+    """Count the samples whose class has the highest score and, of more than five classes, one of the five highest.
 
     Return nothing if the target is not one class per sample, as in a regression.
     """
     if not isinstance(output, Tensor) or output.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return {}
-    best = output.detach().topk(min(5, output.shape[1]), dim=1).indices
+    best = output.detach().topk(min(_TOP, output.shape[1]), dim=1).indices
     correct = best == target.unsqueeze(1)
-    return {"top1": float(correct[:, :1].sum()), "top5": float(correct.sum())}
+    top1 = {"top1": float(correct[:, :1].sum())}
+    return {**top1, f"top{_TOP}": float(correct.sum())} if output.shape[1] > _TOP else top1
 
 
 def token_accuracy(scores: Tensor, target: Tensor) -> dict[str, float]:

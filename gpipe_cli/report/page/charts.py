@@ -202,7 +202,7 @@ def metric_title(metric: str) -> str:
 def _run_chart(metric: str, lines: Sequence[ChartLine]) -> Markup:
     points = [point for line in lines for point in line.points]
     horizontal = Scale.over(point.step for point in points)
-    vertical = Scale.over((end for point in points for end in (point.low, point.high)), margin=MARGIN)
+    vertical = _linear_scale(metric, [end for point in points for end in (point.low, point.high)])
     title = metric_title(metric)
     keys = (
         shape(
@@ -235,11 +235,22 @@ def _comparison_chart(metric: str, split: str, lines: Sequence[ChartLine]) -> Ma
     return draw_chart(metric, title, drawn, horizontal, vertical, caption, _hover(metric, lines, horizontal))
 
 
+def _linear_scale(metric: str, values: Sequence[float]) -> Scale:
+    scale = Scale.over(values, margin=MARGIN)
+    if not _is_percentage(metric) or min(values) < 0 or max(values) > 1:
+        return scale
+    return Scale(max(0.0, scale.low), min(1.0, scale.high))
+
+
+def _is_percentage(metric: str) -> bool:
+    return format_value(metric, 1.0).endswith("%")
+
+
 def _vertical_scale(metric: str, lines: Sequence[ChartLine]) -> tuple[Axis, float]:
     """The scale of a chart, and the value above which it cuts off."""
     values = [point.mean for line in lines for point in line.points]
-    if format_value(metric, 1.0).endswith("%"):  # between 0 and 1
-        return Scale.over(values, margin=MARGIN), math.inf
+    if _is_percentage(metric):
+        return _linear_scale(metric, values), math.inf
     low, highs = min(values), sorted(max(point.mean for point in line.points) for line in lines)
     # Several runs may have diverged, so a usual run is one of the lower quarter.
     usual = highs[(len(highs) - 1) // 4]
@@ -263,7 +274,7 @@ def draw_chart(
     hover: str,
 ) -> Markup:
     def label(tick: float) -> str:
-        return f"{100 * tick:.4g} %" if format_value(metric, tick).endswith("%") else f"{tick:.6g}"
+        return f"{100 * tick:.4g} %" if _is_percentage(metric) else f"{tick:.6g}"
 
     def step(tick: float) -> str:
         return f"{tick:.0f}" if tick == round(tick) else ""
