@@ -9,6 +9,7 @@ model.leaves=[encoder.attention]
 from __future__ import annotations
 
 import gc
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.models.weights import LoadedWeights, load_weights
 from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.pytree import ModelInput
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.snapshots.record import BaseWeights, base_weights
 from gpipe_cli.sequential import LayerSequence, flatten_model
@@ -45,6 +47,7 @@ from gpipe_cli.torch_internals.deferred_values import (
     tensors_in_attributes,
     without_values,
 )
+from gpipe_cli.values import POSITIONS
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
 SEQUENCE_KEYS = ("layers", "leaves")
@@ -132,6 +135,7 @@ def make_model(
         raise ConfigError(
             f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
         )
+    _check_positions(model, loader.traced_batch())
     patterns = settings.freeze
     keys = own_keys(settings)
     sequence = as_sequence(model, _with_whole_norms(model, keys) if patterns else keys, loader.traced_batch())
@@ -146,6 +150,21 @@ def make_model(
     if load:
         load_parameters([sequence], torch.device("cpu"))
     return ConfiguredModel(sequence, base, loaded, frozen)
+
+
+def _check_positions(model: nn.Module, sample: ModelInput) -> None:
+    """Refuse a model that cannot know where packed documents begin; a sequence says itself what it does not take."""
+    takes = inspect.signature(model.forward).parameters
+    if (
+        isinstance(sample, dict)
+        and POSITIONS in sample
+        and POSITIONS not in takes
+        and not isinstance(model, nn.Sequential)
+    ):
+        raise ConfigError(
+            f"data.pack=true: {type(model).__name__} takes no {POSITIONS}, so it cannot keep packed documents apart; "
+            "give data.pack=false, or data.pack=joined to let them see each other"
+        )
 
 
 def build_deferred(

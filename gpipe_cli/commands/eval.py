@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpipe_cli.build.token_dependence import check_isolation
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.inference.trained import TrainedModel, use_trained, with_saved_settings
@@ -22,6 +23,7 @@ def _evaluate(trained: TrainedModel[EvalConfig]) -> Summary:
     if (summary := trained.run_elsewhere(parts)) is not None:
         return summary
     with trained.engine(parts) as (engine, stops):
+        check_isolation(engine, parts.loader.data)
         tally, seconds = evaluate(engine, stops.until_stopped(parts.loader.in_order(split)))
     return {
         "loss": tally.loss,

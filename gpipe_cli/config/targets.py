@@ -37,17 +37,21 @@ REMOVED = {"gpipe_cli.data.csv_table.build": REMOVED_TABLES}
 MOVED = {
     "gpipe_cli.data.cifar.build": "gpipe_cli.data.images.build_cifar",
     "gpipe_cli.data.digits.build": "gpipe_cli.data.images.build_digits",
-    "gpipe_cli.data.jsonl.build": "gpipe_cli.data.texts.build_jsonl",
+    "gpipe_cli.data.jsonl.build": "gpipe_cli.data.texts.build_rows",
     "gpipe_cli.data.mnist.build": "gpipe_cli.data.images.build_mnist",
     "gpipe_cli.data.shapes.build": "gpipe_cli.data.generated.build_shapes",
     "gpipe_cli.data.synthetic.build": "gpipe_cli.data.generated.build_synthetic",
-    "gpipe_cli.data.text.build": "gpipe_cli.data.texts.build_text",
+    "gpipe_cli.data.text.build": "gpipe_cli.data.texts.build_text_files",
+    "gpipe_cli.data.texts.build_jsonl": "gpipe_cli.data.texts.build_rows",
+    "gpipe_cli.data.texts.build_text": "gpipe_cli.data.texts.build_text_files",
     "gpipe_cli.loggers.none.build": "gpipe_cli.loggers.protocol.NoLogger",
     "gpipe_cli.losses.auxiliary.AuxiliaryCrossEntropy": "gpipe_cli.losses.cross_entropy.AuxiliaryCrossEntropy",
     "gpipe_cli.losses.token_cross_entropy.TokenCrossEntropy": "gpipe_cli.losses.cross_entropy.TokenCrossEntropy",
     "gpipe_cli.models.hf.model.build": "gpipe_cli.models.hf.pretrained.build",
 }
 """Targets that files of earlier versions name, and what they are called now."""
+_TEXTS = ("gpipe_cli.data.texts.build_rows", "gpipe_cli.data.texts.build_text_files")
+"""Under their earlier names they packed documents as data.pack=joined does now."""
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no private segment
 
 
@@ -73,10 +77,14 @@ def with_current_names(node: Any) -> Any:
         return [with_current_names(value) for value in node]
     if not isinstance(node, dict):
         return node
-    return {
+    target = node.get("_target_")
+    named = {
         key: current_name(value) if key == "_target_" else with_current_names(value)
         for key, value in node.items()
     }
+    if target in MOVED and current_name(target) in _TEXTS and node.get("pack", True) is True:
+        named["pack"] = "joined"
+    return named
 
 
 def check_targets(tree: Mapping[str, Any], allow: Sequence[str] = ()) -> None:

@@ -49,7 +49,7 @@ _LINE_BREAK = (ord("\n"),)
 """Ends a document of JSON lines where tokens are bytes."""
 
 
-def build_text(
+def build_text_files(
     path: FilePath | None = None,
     context: int = 32,
     stride: int | None = None,
@@ -57,10 +57,13 @@ def build_text(
     *,
     tokenizer: FilePath | None = None,
     eos_token: str | None = None,
-    pack: bool = True,
+    pack: bool | str = True,
     cache: FilePath | None = None,
 ) -> Data:
-    """Make a window of `context` tokens every `stride` tokens; hold out the last `held_out` share of the text."""
+    """Make a window of `context` tokens every `stride` tokens; hold out the last `held_out` share of the text.
+
+    pack: join files into windows, which see each other if it is `joined`; if it is false, a file is a sample.
+    """
     spec = TokenSpec(str(_SONNETS) if path is None else path, context, pack, held_out, cache)
     if stride is not None:
         check_whole_number("data.stride", stride, least=1)
@@ -84,21 +87,21 @@ def build_text(
     settings = {"format": "text", "tokenizer": maker.digest, "suffix": maker.suffix}
     stored = stored_tokens(spec, files, settings, pieces)
     if pack:
-        return stream_data(spec, stored.tokens, maker, stride or context)
+        return stream_data(spec, stored.tokens, maker, stride or context, stored.documents[:, 0])
     return document_data(spec, stored, maker)
 
 
-def build_jsonl(
+def build_rows(
     path: FilePath,
     tokenizer: FilePath | None = None,
     eos_token: str | None = None,
     field: str = "text",
     context: int = 256,
-    pack: bool = True,
+    pack: bool | str = True,
     held_out: float = 0.1,
     cache: FilePath | None = None,
 ) -> Data:
-    """Hold out the last `held_out` share of the samples."""
+    """Hold out the last `held_out` share of the samples; `pack` is as for text files."""
     spec = TokenSpec(path, context, pack, held_out, cache)
     if not isinstance(field, str) or not field:
         raise ConfigError(f"data.field={field}: must be the name of a field")

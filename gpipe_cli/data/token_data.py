@@ -1,8 +1,9 @@
 """A data set of documents: their tokens from the cache, divided into samples to train on and held-out ones.
 
 Samples are packed into windows without gaps, or one document each, padded to one length. A sample has one token more
-than its input: the target is the input one token later. A target that is not scored is -100. Memory is mapped, so a
-batch reads only its own samples from the disk.
+than its input: the target is the input one token later. A target that is not scored is -100. Packed documents do not
+see each other: positions begin at 0 in each of them, models derive their masks from that, and the target after the end
+of a document is not scored. Memory is mapped, so a batch reads only its own samples from the disk.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from gpipe_cli.data.documents import PIECE_BYTES, TextPiece, reading
 from gpipe_cli.data.token_cache import Piece, StoredTokens, TokenCache
 from gpipe_cli.data.tokenizer import ByteTokenizer, DocumentTokenizer
 from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.safe_files import user_cache
-from gpipe_cli.values import IGNORED_LABEL, check_whole_number
+from gpipe_cli.values import IGNORED_LABEL, POSITIONS, check_whole_number
 
+JOINED = "joined"
+"""The value of data.pack with which packed documents see each other."""
 _VERSION = 1
 """The version of how documents become tokens; a part of the name of a cache entry."""
 _BYTES_AT_ONCE = 4 * PIECE_BYTES
@@ -37,15 +41,15 @@ class TokenSpec:
 
     path: str
     context: int
-    pack: bool
+    pack: bool | str
     held_out: float
     cache: str | None
 
     def __post_init__(self) -> None:
         check_whole_number("data.context", self.context, least=1)
         check_held_out(self.held_out)
-        if not isinstance(self.pack, bool):
-            raise ConfigError(f"data.pack={self.pack}: must be true or false")
+        if not isinstance(self.pack, bool) and self.pack != JOINED:
+            raise ConfigError(f"data.pack={self.pack}: must be true, false or {JOINED}")
 
 
 def check_held_out(fraction: float) -> None:
@@ -111,13 +115,16 @@ def _groups(texts: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
         yield group
 
 
-def stream_data(spec: TokenSpec, stream: Tensor, tokenizer: DocumentTokenizer, stride: int) -> Data:
+def stream_data(
+    spec: TokenSpec, stream: Tensor, tokenizer: DocumentTokenizer, stride: int, ends: Tensor | None = None
+) -> Data:
     """Windows of a stream of tokens; the last of them are held out.
 
     Held-out windows do not overlap, so that the model predicts each of those tokens once.
+    ends: where each document ends; None for a stream that is one document.
     """
     held_out = max(round(len(stream) * spec.held_out), spec.context + 1)
-    return _packed_data(spec, stream, len(stream) - held_out, tokenizer, stride)
+    return _packed_data(spec, stream, len(stream) - held_out, tokenizer, stride, ends)
 
 
 def document_data(spec: TokenSpec, stored: StoredTokens, tokenizer: DocumentTokenizer) -> Data:
@@ -125,7 +132,7 @@ def document_data(spec: TokenSpec, stored: StoredTokens, tokenizer: DocumentToke
     ends, first_scored = stored.documents.unbind(1)
     if spec.pack:
         split = len(ends) - _held_out_documents(spec, len(ends))
-        return _packed_data(spec, stored.tokens, int(ends[split - 1]), tokenizer, spec.context)
+        return _packed_data(spec, stored.tokens, int(ends[split - 1]), tokenizer, spec.context, ends)
     if tokenizer.padding is None:
         raise ConfigError(
             "data.pack=false: the tokenizer has neither a pad token nor an eos token to pad with; name one with "
@@ -164,17 +171,24 @@ def _held_out_documents(spec: TokenSpec, documents: int) -> int:
 
 
 def _packed_data(
-    spec: TokenSpec, stream: Tensor, split: int, tokenizer: DocumentTokenizer, stride: int
+    spec: TokenSpec,
+    stream: Tensor,
+    split: int,
+    tokenizer: DocumentTokenizer,
+    stride: int,
+    ends: Tensor | None,
 ) -> Data:
     """split: where the held-out tokens begin."""
+    if spec.pack == JOINED or (ends is not None and len(ends) < 2):
+        ends = None
     if min(split, len(stream) - split) <= spec.context:
         unit = "bytes" if isinstance(tokenizer, ByteTokenizer) else "tokens"
         raise DataError(
             f"data.path={spec.path}: {len(stream)} {unit} are too few to train on and to hold out windows of "
             f"{spec.context}; give a longer text or a smaller data.context"
         )
-    train = PackedSamples(stream[:split], spec.context, stride)
-    test = PackedSamples(stream[split:], spec.context, spec.context)
+    train = PackedSamples(stream[:split], spec.context, stride, ends)
+    test = PackedSamples(stream[split:], spec.context, spec.context, ends, split)
     return _data(spec, train, test, tokenizer)
 
 
@@ -200,21 +214,34 @@ class PackedSamples:
     """A window of `context` tokens every `stride` tokens of a stream.
 
     stream: [length], integers; those that are not scored are stored as their complement.
+    ends: where documents end, counted from `first` places before the stream; None: a window is a single document.
     """
 
-    def __init__(self, stream: Tensor, context: int, stride: int) -> None:
+    def __init__(
+        self, stream: Tensor, context: int, stride: int, ends: Tensor | None = None, first: int = 0
+    ) -> None:
         self._windows = stream.unfold(0, context + 1, stride)
+        self._stride, self._first = stride, first
+        self._ends = None if ends is None else ends.contiguous()
 
     def __len__(self) -> int:
         return len(self._windows)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[ModelInput, Tensor]:
         inputs, targets = self.batch(torch.tensor([index]))
-        return inputs[0], targets[0]
+        return map_tensors(lambda tensor: tensor[0], inputs), targets[0]
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor) -> tuple[ModelInput, Tensor]:
         windows = self._windows.index_select(0, indices).long()
-        return token_of(windows[:, :-1]), target_of(windows[:, 1:])
+        tokens, targets = token_of(windows[:, :-1]), target_of(windows[:, 1:])
+        if self._ends is None:
+            return tokens, targets
+        places = torch.arange(windows.shape[1]) + self._first + indices.unsqueeze(1) * self._stride
+        document = torch.searchsorted(self._ends, places, right=True)
+        # A document that began before the window counts from the beginning of the window.
+        begins = self._ends[(document - 1).clamp(min=0)].where(document > 0, 0).maximum(places[:, :1])
+        targets = targets.masked_fill(document[:, 1:] != document[:, :-1], IGNORED_LABEL)
+        return {"input_ids": tokens, POSITIONS: (places - begins)[:, :-1]}, targets
 
 
 @final

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.build.loader import BatchLoader
+from gpipe_cli.build.token_dependence import scores_differ, token_scores
 from gpipe_cli.data.datasets import generator_for
 from gpipe_cli.data.tokenizer import Tokenizer
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, NumericError
 from gpipe_cli.pytree import ModelInput
+from gpipe_cli.values import POSITIONS
 
 _INCOMPLETE = "\ufffd"
 """What a tokenizer makes of half a character."""
 _OVERLAP = 8
 _BLOCK = 16
-_SAME = 1e-3
-"""The relative difference up to which scores count as the same: a model may group its tokens by their values."""
 
 
 @final
@@ -94,11 +94,16 @@ class TextFormat:
         ids = torch.tensor([window + window[-1:] * (length - len(window))])
         if isinstance(self.sample, Tensor):
             return ids
-        values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        values = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            POSITIONS: torch.arange(length).unsqueeze(0),
+        }
         if not isinstance(self.sample, dict) or not set(self.sample) <= set(values):
             names = ", ".join(self.sample) if isinstance(self.sample, dict) else "a tuple"
             raise ConfigError(
-                f"model: its input is {names}; gpipe generate needs one that takes tokens, and a mask at most"
+                f"model: its input is {names}; gpipe generate needs one that takes tokens, and a mask or "
+                "positions at most"
             )
         return {name: values[name] for name in self.sample}
 
@@ -114,7 +119,9 @@ def generate(
         def choose(output: Any, index: int = index) -> Tensor:
             # A model may have more scores than its tokenizer has tokens.
             last = min(len(tokens), text.context) - 1
-            return torch.tensor(sampling.choose(_scores(output)[0, last, : text.tokenizer.vocabulary], index))
+            return torch.tensor(
+                sampling.choose(token_scores(output)[0, last, : text.tokenizer.vocabulary], index)
+            )
 
         token = int(engine.predict(text.input(tokens), choose))
         tokens.append(token)
@@ -125,29 +132,11 @@ def generate(
 
 def _check_causal(engine: Engine, text: TextFormat) -> None:
     """Refuse a model whose scores for a token depend on the tokens after it, as those of a masked language model do."""
-    first: list[Tensor] = []
-
-    def same_as_first(output: Any) -> Tensor:
-        first.append(_scores(output)[0, 0])
-        # Scores that are not finite are not judged here.
-        differs = (first[-1] - first[0]).abs().max() > _SAME * first[0].abs().max()
-        return (~differs).long()
-
-    if not all(engine.predict(text.input([0, token]), same_as_first) for token in (0, 1)):
+    if scores_differ(engine, [text.input([0, token]) for token in (0, 1)], 0):
         raise ConfigError(
             "model: its scores for a token depend on the tokens after it, so it cannot continue a text; gpipe generate "
             "needs a causal language model"
         )
-
-
-def _scores(output: Any) -> Tensor:
-    scores = getattr(output, "logits", output)
-    if not isinstance(scores, Tensor) or scores.ndim != 3:
-        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ConfigError(
-            f"model: returns {shape}; a language model returns scores [samples, tokens, vocabulary]"
-        )
-    return scores
 
 
 @final

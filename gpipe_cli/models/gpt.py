@@ -2,13 +2,16 @@
 
 A layer is the embedding, a block or the head. The head may share its matrix with the embedding, in the first and the
 last partition; the pipeline then sums the gradients of both.
+
+Where samples say the place of each token in its document, a token attends to its own document only; blocks then pass on
+the number of the document beside the activations.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import final
+from typing import TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.values import check_fraction, check_whole_number
 
 _INIT_STD = 0.02  # as in GPT-2
+_Activations: TypeAlias = Tensor | tuple[Tensor, Tensor]
+"""[samples, tokens, width], and in packed samples the number of the document of each token, [samples, tokens]."""
 
 
 def build(
@@ -89,10 +94,18 @@ class Embedding(nn.Module):
         for part in (self.tokens, self.positions):
             nn.init.normal_(part.weight, std=_INIT_STD)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        output: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
-        return output
+    def forward(self, input: Tensor | dict[str, Tensor]) -> _Activations:
+        if isinstance(input, Tensor):
+            places = torch.arange(input.shape[1], device=input.device)
+            embedded: Tensor = self.dropout(self.tokens(input) + self.positions(places))
+            return embedded
+        tokens, places = _packed(**input)
+        return self.dropout(self.tokens(tokens) + self.positions(places)), (places == 0).cumsum(1)
+
+
+def _packed(input_ids: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The arguments of a packed sample; TypeError for other ones, as in any forward."""
+    return input_ids, position_ids
 
 
 @final
@@ -124,15 +137,16 @@ class Block(nn.Module):
                 )
                 nn.init.zeros_(part.bias)
 
-    def forward(self, input: Tensor) -> Tensor:
-        input = input + self.attention(self.attention_norm(input))
+    def forward(self, activations: _Activations) -> _Activations:
+        input, document = _divided(activations)
+        input = input + self.attention(self.attention_norm(input), document)
         output: Tensor = input + self.perceptron(self.perceptron_norm(input))
-        return output
+        return output if document is None else (output, document)
 
 
 @final
 class Attention(nn.Module):
-    """Causal self-attention: each token attends to itself and those before it."""
+    """Causal self-attention: each token attends to itself and those before it, in the same document."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -141,13 +155,18 @@ class Attention(nn.Module):
         self.merge = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, document: Tensor | None) -> Tensor:
         query, key, value = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.split(input).chunk(3, dim=-1)
         )
         dropout = self.dropout.p if self.training else 0.0
-        attended = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        mask = None
+        if document is not None:
+            mask = (document.unsqueeze(1) == document.unsqueeze(2)).tril().unsqueeze(1)
+        attended = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+        )
         output: Tensor = self.dropout(self.merge(attended.transpose(1, 2).flatten(2)))
         return output
 
@@ -165,6 +184,10 @@ class LanguageModelHead(nn.Module):
         else:
             self.scores.weight = tied_to.weight
 
-    def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.scores(self.norm(input))
+    def forward(self, activations: _Activations) -> Tensor:
+        output: Tensor = self.scores(self.norm(_divided(activations)[0]))
         return output
+
+
+def _divided(activations: _Activations) -> tuple[Tensor, Tensor | None]:
+    return (activations, None) if isinstance(activations, Tensor) else activations

@@ -25,6 +25,7 @@ from gpipe_cli.build.ranks import (
     settings_for_rank,
     with_heartbeat,
 )
+from gpipe_cli.build.token_dependence import check_isolation
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig
@@ -225,6 +226,7 @@ class Run:
             warning = self._check_disk(parts, spec)
         self._messages = [] if warning is None else [warning]
         self._restore(engine, traits.build_memory_hint)
+        check_isolation(engine, parts.loader.data)
         return engine
 
     @contextmanager

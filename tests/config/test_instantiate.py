@@ -267,4 +267,8 @@ def test_the_annotation_of_an_argument_says_that_it_is_a_path(
     train = {"_target_": "torchvision.datasets.ImageFolder", "root": "images"}
     assert paths("gpipe_cli.data.pair.build", train=train, classes=2) == ["data.train.root"]
     names = dict.fromkeys(("path", "field", "tokenizer", "cache"), "a")
-    assert paths("gpipe_cli.data.texts.build_text", **names) == ["data.path", "data.tokenizer", "data.cache"]
+    assert paths("gpipe_cli.data.texts.build_text_files", **names) == [
+        "data.path",
+        "data.tokenizer",
+        "data.cache",
+    ]

@@ -26,6 +26,7 @@ from gpipe_cli.config.targets import (
     accepts_object,
     own_targets,
     resolve_target,
+    with_current_names,
 )
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.vision import torchvision
@@ -36,7 +37,7 @@ model: models.amoebanetd.build models.gpt.build models.hf.pretrained.build model
     models.unet.build_standard
 data: data.generated.build_shapes data.generated.build_synthetic data.image_folder.build
     data.images.build_cifar data.images.build_digits data.images.build_mnist data.pair.build
-    data.texts.build_jsonl data.texts.build_text
+    data.texts.build_rows data.texts.build_text_files
 transform: data.transforms.augment data.transforms.basic data.transforms.none
 loss: losses.cross_entropy.AuxiliaryCrossEntropy losses.cross_entropy.CrossEntropy
     losses.cross_entropy.TokenCrossEntropy losses.dice.Dice losses.mse.MeanSquaredError
@@ -94,6 +95,23 @@ def admitted(callables: dict[str, Any], group: str) -> dict[str, Any]:
 def test_a_target_that_has_moved_is_the_component_that_it_was(old: str, new: str) -> None:
     (group,) = (group for group in COMPONENT_GROUPS if new in own_targets(group))
     assert resolve_target(f"{group}._target_", old, group, ()).__name__ == new.rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("target", "pack", "now"),
+    [
+        ("build_jsonl", True, "joined"),
+        ("build_text", None, "joined"),
+        ("build_text", False, False),
+        ("build_rows", True, True),
+    ],
+)
+def test_texts_that_were_packed_before_documents_were_kept_apart_see_each_other(
+    target: str, pack: bool | None, now: object
+) -> None:
+    node = {"_target_": f"gpipe_cli.data.texts.{target}", **({} if pack is None else {"pack": pack})}
+    read = with_current_names({"data": node})["data"]
+    assert read["pack"] == now and read["_target_"].endswith(("build_rows", "build_text_files"))
 
 
 @pytest.mark.parametrize("group", COMPONENT_GROUPS)

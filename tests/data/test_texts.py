@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 import gpipe_cli.data
 from gpipe_cli.data import documents
 from gpipe_cli.data.loading import batches
-from gpipe_cli.data.texts import build_jsonl, build_text
+from gpipe_cli.data.texts import build_rows, build_text_files
 from gpipe_cli.data.tokenizer import read_tokenizer
 from gpipe_cli.errors import ConfigError, DataError, GpipeError, ResourceError
 from tests.support.tokenizers import CHATML, save_tokenizer
@@ -45,7 +46,7 @@ def test_the_target_is_the_next_byte_and_the_end_is_held_out(
     tmp_path_factory: pytest.TempPathFactory, length: int, context: int, stride: int, share: float
 ) -> None:
     path = numbered(tmp_path_factory.mktemp("text") / "numbers", length)
-    data = build_text(path, context, stride, share)
+    data = build_text_files(path, context, stride, share)
     assert data.shape == (context,) and data.classes == 256
     held_out = max(round(length * share), context + 1)
     for samples, first, step in ((data.train, 0, stride), (data.test, length - held_out, context)):
@@ -76,7 +77,7 @@ def test_the_bundled_sonnets_are_whole() -> None:
 
 
 def test_batches_are_copies_as_whole_numbers() -> None:
-    data = build_text()
+    data = build_text_files()
     input, target = next(batches(data.train, batch_size=4, seed=0, epoch=0, shuffle=True))
     assert input.dtype == target.dtype == torch.long and input.shape == target.shape == (4, 32)
     assert torch.equal(input[:, 1:], target[:, :-1])
@@ -87,21 +88,21 @@ def test_batches_are_copies_as_whole_numbers() -> None:
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path=nowhere\.txt: cannot be read: No such file"):
-        build_text("nowhere.txt")
+        build_text_files("nowhere.txt")
     with pytest.raises(DataError, match="cannot be read: is a directory"):
-        build_text(str(tmp_path))
+        build_text_files(str(tmp_path))
     (tmp_path / "empty").touch()
     with pytest.raises(DataError, match=r"empty: is empty"):
-        build_text(str(tmp_path / "empty"))
+        build_text_files(str(tmp_path / "empty"))
     with pytest.raises(DataError, match=r"empty: is empty"):
         folder = save_tokenizer(tmp_path / "tokenizer", eos_token="<|endoftext|>")
-        build_text(str(tmp_path / "empty"), tokenizer=str(folder), cache=str(tmp_path / "cache"))
+        build_text_files(str(tmp_path / "empty"), tokenizer=str(folder), cache=str(tmp_path / "cache"))
     with pytest.raises(
         DataError,
         match=r"65 bytes are too few to train on and to hold out windows of 32; .* smaller data\.context",
     ):
-        build_text(numbered(tmp_path / "short", 65))
-    assert len(build_text(numbered(tmp_path / "enough", 66)).train) == 1
+        build_text_files(numbered(tmp_path / "short", 65))
+    assert len(build_text_files(numbered(tmp_path / "enough", 66)).train) == 1
 
 
 @pytest.mark.parametrize("tokenizer", [None, "tokenizer.json"])
@@ -115,7 +116,7 @@ def test_what_never_ends_or_is_too_long_is_refused_at_once(tmp_path: Path, token
         (tmp_path / "pipe", "is a named pipe"),
     ):
         with pytest.raises(DataError, match=f"data.path={path}: cannot be read: {message}"):
-            build_text(str(path), tokenizer=tokenizer, cache=str(tmp_path / "cache"))
+            build_text_files(str(path), tokenizer=tokenizer, cache=str(tmp_path / "cache"))
 
 
 def test_a_text_whose_tokens_do_not_fit_on_the_disk_is_refused_at_once(
@@ -126,7 +127,7 @@ def test_a_text_whose_tokens_do_not_fit_on_the_disk_is_refused_at_once(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**30))
     message = r"long: has 1,099,511,627,776 bytes, .* has 1,073,741,824 left; .* data\.cache=FOLDER"
     with pytest.raises(ResourceError, match=message):
-        build_text(str(tmp_path / "long"), cache=str(tmp_path / "cache"))
+        build_text_files(str(tmp_path / "long"), cache=str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_text_whose_tokens_do_not_fit_on_the_disk_is_refused_at_once(
 )
 def test_a_wrong_key_is_named_with_its_value(key: str, value: float, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"data\.{key}={value}: must be .*{message}"):
-        build_text(**{key: value})  # type: ignore[arg-type]
+        build_text_files(**{key: value})  # type: ignore[arg-type]
 
 
 def write(path: Path, *values: object, field: str = "text") -> str:
@@ -152,7 +153,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_packed_texts_are_one_stream_with_their_beginnings_and_ends(tmp_path: Path, folder: Path) -> None:
     tokenizer = read_tokenizer(str(folder))
-    data = build_jsonl(write(tmp_path / "a", *WORDS), str(folder), context=4, held_out=0.5)
+    path = write(tmp_path / "a", *WORDS)
+    data = build_rows(path, str(folder), context=4, held_out=0.5, pack="joined")
     stream = [token for word in WORDS for token in (*tokenizer.encode(word), 0)]
     held_out = [token for word in WORDS[3:] for token in (*tokenizer.encode(word), 0)]
     assert stream[0] == 3 and data.classes == tokenizer.vocabulary and data.shape == (4,)
@@ -165,9 +167,48 @@ def test_packed_texts_are_one_stream_with_their_beginnings_and_ends(tmp_path: Pa
             assert target.tolist() == tokens[4 * index + 1 : 4 * index + 5]
 
 
+@pytest.mark.parametrize(("build", "suffix"), [(build_rows, b"\n"), (build_text_files, b"\0")])
+def test_packed_documents_begin_at_0_and_are_not_predicted_from_each_other(
+    tmp_path: Path, build: Any, suffix: bytes
+) -> None:
+    parts = [bytes(range(97, 97 + length)) for length in (3, 1, 7, 5, 16, 2, 4, 4, 9)]
+    for number, part in enumerate(parts):
+        text = part.decode()
+        content = json.dumps({"text": text}) if build is build_rows else f"{text}\0"
+        (tmp_path / f"part{number}").write_text(content, encoding="utf-8")
+    data = build(str(tmp_path / "part*"), context=6, held_out=0.4, cache=str(tmp_path / "cache"))
+    documents = [part + suffix for part in parts]
+    sources = [
+        (byte, place, number) for number, each in enumerate(documents) for place, byte in enumerate(each)
+    ]
+    held_out = sum(map(len, documents[-4:])) if build is build_rows else round(len(sources) * 0.4)
+    for samples, stream in ((data.train, sources[:-held_out]), (data.test, sources[-held_out:])):
+        for index in range(len(samples)):
+            window = (
+                stream[6 * index : 6 * index + 7] if samples is data.test or build is build_rows else None
+            )
+            if window is None:  # training windows of text files overlap
+                window = stream[8 * index : 8 * index + 7]
+            input, target = samples[index]
+            assert input["input_ids"].tolist() == [byte for byte, _, _ in window[:-1]]
+            first = window[0]
+            places = [place - (first[1] if number == first[2] else 0) for _, place, number in window]
+            assert input["position_ids"].tolist() == places[:-1]
+            pairs = pairwise(window)
+            assert target.tolist() == [after[0] if after[2] == before[2] else -100 for before, after in pairs]
+
+
+def test_joined_documents_and_a_single_one_are_plain_windows(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"context": 3, "held_out": 0.4, "cache": str(tmp_path / "cache")}
+    path = write(tmp_path / "a", *WORDS)
+    input, target = build_rows(path, **keys, pack="joined").train[1]
+    assert isinstance(input, torch.Tensor) and input.tolist() == list(b"ll ") and -100 not in target  # type: ignore[operator]
+    assert isinstance(build_text_files(path, tokenizer=None, **keys).train[0][0], torch.Tensor)
+
+
 def test_padded_texts_have_a_mask_and_no_target_in_the_padding(tmp_path: Path, folder: Path) -> None:
     tokenizer = read_tokenizer(str(folder))
-    data = build_jsonl(write(tmp_path / "a", *WORDS), str(folder), context=9, held_out=0.2, pack=False)
+    data = build_rows(write(tmp_path / "a", *WORDS), str(folder), context=9, held_out=0.2, pack=False)
     assert (len(data.train), len(data.test)) == (4, 1)
     cut = 0
     for index, word in enumerate(WORDS[:4]):
@@ -186,7 +227,7 @@ def test_padded_texts_have_a_mask_and_no_target_in_the_padding(tmp_path: Path, f
 def test_chats_score_the_answers_only(tmp_path: Path, folder: Path, pack: bool) -> None:
     chat = [{"role": "user", "content": "shall I"}, {"role": "assistant", "content": "compare thee"}]
     path = write(tmp_path / "a", *[chat] * 6, chat[:1], chat[1:] * 300, chat, field="messages")
-    data = build_jsonl(path, str(folder), field="messages", context=24, held_out=0.2, pack=pack)
+    data = build_rows(path, str(folder), field="messages", context=24, held_out=0.2, pack=pack)
     scored = [int(token) for index in range(5) for token in data.train[index][1] if token != -100]
     answer = read_tokenizer(str(folder))._backend.decode(scored, skip_special_tokens=False)
     assert "compare thee<|im_end|>" in answer and "shall" not in answer and "user" not in answer
@@ -197,28 +238,28 @@ def test_chats_score_the_answers_only(tmp_path: Path, folder: Path, pack: bool) 
 
 def test_bytes_need_no_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path / "a", "ab", "cé", "d" * 9)
-    data = build_jsonl(path, context=5, held_out=0.3, cache=str(tmp_path / "cache"))
+    data = build_rows(path, context=5, held_out=0.3, cache=str(tmp_path / "cache"))
     assert (data.classes, len(data.train), len(data.test)) == (256, 1, 1)
-    assert bytes(data.train[0][0].tolist()) == b"ab\nc\xc3"  # type: ignore[union-attr]
+    assert bytes(data.train[0][0]["input_ids"].tolist()) == b"ab\nc\xc3"  # type: ignore[call-overload]
 
 
 def test_a_changed_file_tokenizer_or_setting_makes_new_tokens(tmp_path: Path, folder: Path) -> None:
     path = write(tmp_path / "a", *WORDS)
     keys: dict[str, Any] = {"context": 3, "held_out": 0.5}
-    build_jsonl(path, str(folder), **keys)
+    build_rows(path, str(folder), **keys)
     entries = tmp_path / "cache" / "gpipe" / "tokens"
 
     def count() -> int:
         return len(list(entries.glob("*/index.json")))
 
-    build_jsonl(path, str(folder), **{**keys, "pack": False, "context": 2})
+    build_rows(path, str(folder), **{**keys, "pack": False, "context": 2})
     assert count() == 1, "packing and context do not change tokens"
-    build_jsonl(path, str(folder), **keys, eos_token="<|im_end|>")
+    build_rows(path, str(folder), **keys, eos_token="<|im_end|>")
     assert count() == 2
     write(tmp_path / "a", *WORDS[1:], WORDS[0])
-    build_jsonl(path, str(folder), **keys)
+    build_rows(path, str(folder), **keys)
     assert count() == 3
-    build_text(path, 3, tokenizer=str(folder / "tokenizer.json"))
+    build_text_files(path, 3, tokenizer=str(folder / "tokenizer.json"))
     assert count() == 4
 
 
@@ -249,17 +290,17 @@ GOOD = '{"text": "shall I"}\n' * 4
 def test_a_bad_line_is_named(tmp_path: Path, folder: Path, content: str, message: str) -> None:
     (tmp_path / "a").write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):
-        build_jsonl(str(tmp_path / "a"), str(folder))
+        build_rows(str(tmp_path / "a"), str(folder))
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "a").write_bytes(GOOD.encode() + b'{"text": "\xff"}')
     with pytest.raises(DataError, match="line 5: is not JSON: 'utf-8' codec can't decode byte 0xff"):
-        build_jsonl(str(tmp_path / "a"), str(folder))
+        build_rows(str(tmp_path / "a"), str(folder))
     with pytest.raises(
         DataError, match=r"a: is not UTF-8 text \(invalid start byte\), which data\.tokenizer needs"
     ):
-        build_text(str(tmp_path / "a"), tokenizer=str(folder))
+        build_text_files(str(tmp_path / "a"), tokenizer=str(folder))
 
 
 def test_a_line_that_never_ends_is_refused(
@@ -268,13 +309,13 @@ def test_a_line_that_never_ends_is_refused(
     monkeypatch.setattr(documents, "MAX_LINE_BYTES", 50)
     (tmp_path / "a").write_text(GOOD + "x" * 51)
     with pytest.raises(DataError, match="line 5: is longer than 50 bytes"):
-        build_jsonl(str(tmp_path / "a"), str(folder))
+        build_rows(str(tmp_path / "a"), str(folder))
 
 
 def test_chats_without_any_answer_are_refused(tmp_path: Path, folder: Path) -> None:
     path = write(tmp_path / "a", *[[{"role": "user", "content": "shall I"}]] * 3)
     with pytest.raises(DataError, match=r"no sample has a token to score within data\.context=256"):
-        build_jsonl(path, str(folder), pack=False)
+        build_rows(path, str(folder), pack=False)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +333,7 @@ def test_chats_without_any_answer_are_refused(tmp_path: Path, folder: Path) -> N
         ),
         ({"eos_token": "</s>"}, "thee", r"data\.eos_token=</s>: is no token of"),
         ({"field": ""}, "thee", r"data\.field=: must be the name of a field"),
-        ({"pack": "yes"}, "thee", r"data\.pack=yes: must be true or false"),
+        ({"pack": "yes"}, "thee", r"data\.pack=yes: must be true, false or joined"),
         ({"context": 0}, "thee", r"data\.context=0: must be a whole number of at least 1"),
     ],
 )
@@ -301,7 +342,7 @@ def test_what_a_bare_tokenizer_lacks_is_named(
 ) -> None:
     path = write(tmp_path / "a", value, value)
     with pytest.raises(GpipeError, match=message):
-        build_jsonl(path, str(folder / "tokenizer.json"), **keys)
+        build_rows(path, str(folder / "tokenizer.json"), **keys)
 
 
 def test_padding_needs_a_token(tmp_path: Path) -> None:
@@ -311,4 +352,4 @@ def test_padding_needs_a_token(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"neither a pad token nor an eos token to pad with; .*data\.eos_token"
     ):
-        build_jsonl(path, str(folder), pack=False, cache=str(tmp_path / "cache"))
+        build_rows(path, str(folder), pack=False, cache=str(tmp_path / "cache"))

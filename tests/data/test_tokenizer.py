@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.data.documents import PIECE_BYTES, document_pieces, find_files
-from gpipe_cli.data.texts import build_text
+from gpipe_cli.data.texts import build_text_files
 from gpipe_cli.data.tokenizer import ByteTokenizer, ChatError, FileTokenizer, read_tokenizer
 from gpipe_cli.errors import ConfigError, DataError
 from tests.support.tokenizers import CHATML, save_tokenizer
@@ -68,7 +68,7 @@ def test_a_text_has_the_tokens_of_its_tokenizer(tmp_path: Path, monkeypatch: pyt
         (tmp_path / name).write_text(
             f"{name}: shall I compare thee to a summer's day?\n" * 9, encoding="utf-8"
         )
-    data = build_text(str(tmp_path / "*.txt"), 8, tokenizer=str(folder))
+    data = build_text_files(str(tmp_path / "*.txt"), 8, tokenizer=str(folder))
     tokenizer = read_tokenizer(str(folder))
     stream = [
         token for name in "ab" for token in (*tokenizer.encode((tmp_path / f"{name}.txt").read_text()), 0)
@@ -76,9 +76,9 @@ def test_a_text_has_the_tokens_of_its_tokenizer(tmp_path: Path, monkeypatch: pyt
     inputs = [token for index in range(len(data.train)) for token in data.train[index][0].tolist()]  # type: ignore[union-attr]
     assert inputs == stream[: len(inputs)] and len(inputs) + 9 > 0.85 * len(stream)
     assert data.classes == tokenizer.vocabulary and data.tokenizer is not None
-    single = build_text(str(tmp_path / "*.txt"), 8, pack=False, tokenizer=str(folder))
+    single = build_text_files(str(tmp_path / "*.txt"), 8, pack=False, tokenizer=str(folder))
     assert (len(single.train), len(single.test)) == (1, 1)
-    several = build_text(str(tmp_path / "*.txt"), 8)
+    several = build_text_files(str(tmp_path / "*.txt"), 8)
     assert several.classes == 256 and bytes(several.train[0][0].tolist()) == b"a.txt: s"  # type: ignore[union-attr]
 
 

@@ -70,7 +70,7 @@ def test_a_run_saves_names_statistics_shape_and_components(tmp_path: Path) -> No
             {"task": "segmentation", "target_shape": (16, 16), "classes": 4},
         ),
         (
-            {"data": {"_target_": "gpipe_cli.data.texts.build_text", "context": 8}},
+            {"data": {"_target_": "gpipe_cli.data.texts.build_text_files", "context": 8}},
             {"task": "other", "shape": (8,)},
         ),
     ],

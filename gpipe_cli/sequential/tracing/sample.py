@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import Template, element, flatten, plain_values, unflatten
+from gpipe_cli.values import POSITIONS
 
 
 @final
@@ -91,7 +92,7 @@ class TraceSample:
             return
         for first, last in ((0.0, 1.0), (0.3, 1.0), (0.0, 0.5)):
             tensors = [
-                _mask(tensor, first, last) if name in self.masks else tensor
+                _mask(name, tensor, first, last) if name in self.masks else tensor
                 for name, tensor in zip(self.names, self.tensors, strict=True)
             ]
             yield self._inputs(tensors)
@@ -153,24 +154,40 @@ def _resized(tensor: Tensor, dimension: int, size: int) -> Tensor:
 
 
 def _padded(name: str, tensor: Tensor) -> Tensor:
-    """Give a mask without padding some: models skip their masks where there is none."""
-    if not _is_mask(name, tensor) or tensor.is_meta or not tensor.all() or tensor.shape[1] < 2:
+    """Give a mask without padding some, and positions another document: models skip masks that would hide nothing."""
+    if not _is_mask(name, tensor) or tensor.is_meta or tensor.shape[1] < 2:
+        return tensor
+    hides_something = (tensor.diff() != 1).any() if _are_positions(name) else not tensor.all()
+    if hides_something:
         return tensor
     padded = tensor.clone()
     padded[0, -1] = 0
     return padded
 
 
-def _mask(tensor: Tensor, first: float, last: float) -> Tensor:
-    """A mask that pads all but a part of every row, given as fractions of its length."""
+def _mask(name: str, tensor: Tensor, first: float, last: float) -> Tensor:
+    """A mask that pads all but a part of every row, given as fractions of its length; positions for which that part
+    is a document, as are those before and after it."""
     length = tensor.shape[1]
-    positions = torch.arange(length, device=tensor.device)
-    kept = (positions >= int(first * length)) & (positions < math.ceil(last * length))
+    begin, end = int(first * length), math.ceil(last * length)
+    places = torch.arange(length, device=tensor.device)
+    kept = (places >= begin) & (places < end)
+    if _are_positions(name):
+        kept = places - torch.where(places >= end, end, begin * kept)
     return kept.to(tensor.dtype).expand_as(tensor).contiguous()
 
 
 def _is_mask(name: str, tensor: Tensor) -> bool:
-    return name.endswith("mask") and tensor.dim() == 2 and not tensor.is_floating_point()
+    """Whether models compute from it which tokens see each other: positions that begin again tell documents apart."""
+    return (
+        (name.endswith("mask") or _are_positions(name))
+        and tensor.dim() == 2
+        and not tensor.is_floating_point()
+    )
+
+
+def _are_positions(name: str) -> bool:
+    return name == POSITIONS
 
 
 @final

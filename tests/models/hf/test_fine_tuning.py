@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gpipe_cli.data.loading import batches
-from gpipe_cli.data.texts import build_text
+from gpipe_cli.data.texts import build_text_files
 from gpipe_cli.huggingface import transformers
 from tests.support.command_line import Gpipe
 from tests.support.hugging_face_models import tiny_config
@@ -65,7 +65,7 @@ def plain(llama: Path) -> Trained:
     torch.set_num_threads(1)
     model = transformers().AutoModelForCausalLM.from_pretrained(llama).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    samples = build_text(context=CONTEXT).train
+    samples = build_text_files(context=CONTEXT).train
     losses = []
     for input, target in islice(batches(samples, batch_size=BATCH, seed=0, epoch=0, shuffle=True), STEPS):
         assert isinstance(input, Tensor)
