@@ -16,10 +16,10 @@ from gpipe_cli.config.schema import SCHEMAS, CpConfig
 from gpipe_cli.config.yaml_files import (
     LAUNCH_KEYS,
     OPTION,
-    drop_removed_keys,
     dump_mapping,
     is_saved,
     load_mapping,
+    load_saved,
     recorded_words,
     saved_command,
 )
@@ -73,10 +73,9 @@ def _copy_run(run: Path, where: Path) -> dict[str, str]:
     source = run / "config.yaml"
     if not source.is_file():
         raise RunError(f"{RUN}{run}: not a run directory: it has no config.yaml")
-    saved = load_mapping(source)
+    saved = load_saved(source)
     if not is_saved(saved):
         raise RunError(f"{source}: not the configuration of a run")
-    drop_removed_keys(saved)
     command = saved_command(saved)
     target = _target(where, f"{run.resolve().name}.yaml")
     use = ["gpipe", command, f"config={target}"]

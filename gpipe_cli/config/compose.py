@@ -50,6 +50,7 @@ from gpipe_cli.config.words import (
     CUSTOM,
     SCALE_KEY,
     SMALL,
+    TEXT_KEYS,
     Request,
     escape_references,
     named_packages,
@@ -173,7 +174,15 @@ def _compose(request: Request) -> _Composed:
     if packages := named_packages(request.words):
         plain.allow = list(dict.fromkeys([*plain.allow, *packages]))
         given = [*given, f"allow=[{','.join(plain.allow)}]"]
+    _expand_home(plain)
     return _Composed(plain, choices, tuple(given), file, (*file.notes, *composing.notes))
+
+
+def _expand_home(tree: DictConfig) -> None:
+    """Let `~/` begin the home directory, as it does for a shell, which leaves it alone within a word and a file."""
+    for key, value in flatten(OmegaConf.to_container(tree), inner=True):
+        if isinstance(value, str) and f"{value}/".startswith("~/") and key not in TEXT_KEYS:
+            OmegaConf.update(tree, key, os.path.expanduser(value))  # noqa: PTH111 - Path raises without a home
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 
 from gpipe_cli.config.targets import resolve_target
 from gpipe_cli.errors import ConfigError, DataError, GpipeError, or_list
+from gpipe_cli.values import flatten
 
 YAML_TYPES: Mapping[Any, tuple[str, tuple[type, ...]]] = {
     bool: ("true or false", (bool,)),
@@ -61,7 +62,10 @@ def bind(
     runtime = {name: value for name, value in offered.items() if name in parameters}
 
     def build() -> Any:
-        built = {key: build_argument() for key, build_argument in builders.items()}
+        built = {
+            key: _with_paths(build_argument(), parameters.get(key))
+            for key, build_argument in builders.items()
+        }
         try:
             return function(**built, **runtime)
         except (GpipeError, MemoryError):
@@ -87,14 +91,15 @@ def accepted_arguments(node: Mapping[str, Any], group: str, allow: Sequence[str]
 
 
 def path_arguments(node: Mapping[str, Any], group: str, allow: Sequence[str], path: str) -> Iterator[str]:
-    """The keys whose annotation has pathlib's Path in it, also those of components inside the node."""
+    """The keys of text whose annotation has pathlib's Path in it, and those of components inside the node."""
     parameters = _parameters(resolve_target(f"{path}._target_", node["_target_"], group, allow))
-    for name, value in node.items():
-        key = f"{path}.{name}"
-        if isinstance(value, Mapping) and "_target_" in value:
-            yield from path_arguments(value, group, allow, key)
-        elif name in parameters and Path in _members(parameters[name].annotation):
-            yield key
+    for name, argument in node.items():
+        is_path = name in parameters and Path in _leaf_types(parameters[name].annotation)
+        for key, value in flatten(argument, f"{path}.{name}", inner=True):
+            if isinstance(value, Mapping) and "_target_" in value:
+                yield from path_arguments(value, group, allow, key)
+            elif is_path and isinstance(value, str):
+                yield key
 
 
 def type_mismatch(value: Any, annotation: Any) -> str | None:
@@ -116,6 +121,22 @@ def _members(annotation: Any) -> list[Any]:
     if origin in (typing.Union, types.UnionType, typing.Annotated):
         return [member for part in typing.get_args(annotation) for member in _members(part)]
     return [origin or annotation]
+
+
+def _leaf_types(annotation: Any) -> list[Any]:
+    """The types in an annotation, also those in lists; those of `list[Path] | None` are Path and None."""
+    arguments = typing.get_args(annotation)
+    return [leaf for argument in arguments for leaf in _leaf_types(argument)] if arguments else [annotation]
+
+
+def _with_paths(value: Any, parameter: inspect.Parameter | None) -> Any:
+    """The value of an argument, with paths instead of text where its annotation has paths only."""
+    leaves = [] if parameter is None else _leaf_types(parameter.annotation)
+    if Path not in leaves or str in leaves:
+        return value
+    if isinstance(value, list):
+        return [_with_paths(item, parameter) for item in value]
+    return Path(value) if isinstance(value, str) else value
 
 
 def _builder(value: Any, path: str, group: str, allow: Sequence[str]) -> Callable[[], Any]:

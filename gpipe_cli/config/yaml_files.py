@@ -11,6 +11,7 @@ on the command line: they start in the current folder.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config.keys import check_option, chosen_options, groups_of, hint_for_unknown
+from gpipe_cli.config.saved_paths import use_found_paths
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS
 from gpipe_cli.config.targets import MOVED, with_current_names
 from gpipe_cli.config.words import override_key
@@ -239,7 +241,7 @@ def read_config_file(command: str, words: Sequence[str], primary: str) -> Config
     given: tuple[str, ...] | None = None
     try:
         if is_saved(plain):
-            drop_removed_keys(plain)
+            plain = load_saved(path)
             given = recorded_words(path.parent)
             options = {
                 group: option.name for group, option in chosen_options(saved_command(plain), given).items()
@@ -274,6 +276,15 @@ def read_config_file(command: str, words: Sequence[str], primary: str) -> Config
     )
 
 
+def load_saved(path: Path) -> dict[str, Any]:
+    """The mapping in the config.yaml of a run, as this version reads it."""
+    tree = OmegaConf.create(load_mapping(path))
+    read_as_current(tree, path.parent)
+    plain: Any = OmegaConf.to_container(tree)
+    assert isinstance(plain, dict), "it was one"
+    return plain
+
+
 def recorded_words(run: Path) -> tuple[str, ...]:
     """The options and keys that a run was started with, from its overrides.yaml; none if it has no such file."""
     path = run / "overrides.yaml"
@@ -291,10 +302,11 @@ def is_saved(plain: Mapping[Any, Any]) -> bool:
     )
 
 
-def drop_removed_keys(saved: MutableMapping[Any, Any]) -> None:
-    """Remove what earlier versions saved and no command that reads it has any more."""
+def read_as_current(saved: DictConfig, run: Path) -> None:
+    """Remove what earlier versions saved and no command has any more, and use the paths that exist now."""
     if isinstance(plan := saved.get("plan"), MutableMapping):
         plan.pop("verify_budget", None)
+    use_found_paths(saved, run)
 
 
 def saved_command(saved: Mapping[str, Any]) -> str:
@@ -373,7 +385,7 @@ def _check_name(name: str, command: str) -> None:
 
 
 def _existing(name: str) -> Path:
-    path = Path(name)
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path raises without a home
     if not name or "\0" in name:
         raise ConfigError("config: give config=<file>")
     if path.is_dir():

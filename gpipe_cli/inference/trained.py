@@ -24,6 +24,7 @@ from gpipe_cli.build.ranks import (
 )
 from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.job import Job, Summary
+from gpipe_cli.config.saved_paths import search_code
 from gpipe_cli.config.schema import RunConfig, TrainedConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
@@ -39,7 +40,6 @@ from gpipe_cli.runs.saved import (
     load_into_model,
     load_on_demand,
     saved_config,
-    search_code,
     weights_file,
     with_overrides,
 )

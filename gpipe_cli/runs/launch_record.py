@@ -1,8 +1,5 @@
 """What a run was started with, in its directory: config.yaml, paths.json, overrides.yaml, env.json, and launch.json.
 
-In config.yaml all paths are absolute, so that a run works from any folder; paths.json has them relative to the run, for
-a project that moves with its runs.
-
 launch.json has the commands that started and resumed the run, and the partitions of the last launch.
 """
 
@@ -11,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,13 +22,13 @@ from gpipe_cli.build.parts import RunParts
 from gpipe_cli.config.instantiate import path_arguments
 from gpipe_cli.config.job import Job
 from gpipe_cli.config.keys import chosen_options
+from gpipe_cli.config.saved_paths import FOLDER, PATHS, saved_places
 from gpipe_cli.config.schema import COMPONENT_GROUPS, CostConfig, ModelConfig
 from gpipe_cli.errors import RunError
 from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.profiling.memory import resident_memory
 from gpipe_cli.report.environment import environment
 from gpipe_cli.runs.directory import write_json, write_text
-from gpipe_cli.runs.saved import FOLDER, PATHS, saved_places
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.values import flatten, parse_bytes
 
@@ -102,29 +99,24 @@ def write_settings(directory: Path, tree: DictConfig, settings: ModelConfig) -> 
     tree = copy.deepcopy(tree)
     before = saved_places(directory).get(FOLDER)
     places = {FOLDER: str(Path.cwd()) if before is None else before.found}
-    values = dict(flatten(OmegaConf.to_container(tree)))
+    values = dict(flatten(OmegaConf.to_container(tree), inner=True))
     for key in _path_keys(settings):
-        path = str(Path(str(values.get(key))).absolute())
-        if values.get(key) is not None and "${" not in path:  # a reference may mean another path tomorrow
-            places[key] = path
-            OmegaConf.update(tree, key, path)
+        path = values.get(key)
+        if isinstance(path, str) and "${" not in path:  # a reference may mean another path tomorrow
+            places[key] = str(Path(path).absolute())
+            OmegaConf.update(tree, key, places[key])
     write_text(directory / "config.yaml", OmegaConf.to_yaml(tree))
     run = directory.absolute()
     write_json(directory / PATHS, {key: [path, os.path.relpath(path, run)] for key, path in places.items()})
 
 
-def _path_keys(settings: ModelConfig) -> list[str]:
-    nodes = {group: getattr(settings, group, {}) for group in COMPONENT_GROUPS}
-    return [
-        "schedule.path",
-        *(f"model.{key}" for key in own_keys(settings) if key == FILE),
-        *(
-            key
-            for group, node in nodes.items()
-            if node
-            for key in path_arguments(node, group, settings.allow, group)
-        ),
-    ]
+def _path_keys(settings: ModelConfig) -> Iterator[str]:
+    yield "schedule.path"
+    if FILE in own_keys(settings):
+        yield f"model.{FILE}"
+    for group in COMPONENT_GROUPS:
+        if node := getattr(settings, group, None):
+            yield from path_arguments(node, group, settings.allow, group)
 
 
 def _earlier_launch(run: Path) -> Mapping[str, Any]:

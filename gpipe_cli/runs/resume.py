@@ -31,6 +31,7 @@ from gpipe_cli.build.custom_schedule import saved_order
 from gpipe_cli.config.compose import overridden_epochs, settings_of
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.job import Job
+from gpipe_cli.config.saved_paths import SavedPlace, saved_places, search_code
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.words import sets_key
 from gpipe_cli.distributed.world import World
@@ -40,10 +41,7 @@ from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.runs.directory import lock_run_directory, resumed_directory
 from gpipe_cli.runs.saved import (
-    SavedPlace,
     saved_config,
-    saved_places,
-    search_code,
     select_snapshot,
     warn_of_damaged,
     with_overrides,
@@ -261,10 +259,10 @@ def _changes(
         unknown = key not in before and not now[key]
         if before.get(key) == now.get(key) or unknown or key in (*LAUNCH_KEYS, "allow"):
             continue
-        place = places.get(key)
-        if place is not None and os.path.realpath(new) == os.path.realpath(old):
+        own = [place for name, place in places.items() if name.partition("[")[0] == key]
+        if own and _real_paths(before.get(key)) == _real_paths(now.get(key)):
             continue
-        may_change = key in changeable or (place is not None and place.is_gone)
+        may_change = key in changeable or any(place.is_gone for place in own)
         if not may_change and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED_KEYS):
             raise ConfigError(
                 f"{key}={new}: the run was started with {old}, which cannot change when you resume it; "
@@ -272,6 +270,12 @@ def _changes(
             )
         changes.append(f"{key}: {old} -> {new}")
     return changes
+
+
+def _real_paths(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(_real_paths, value))
+    return os.path.realpath(value) if isinstance(value, str) else value
 
 
 def _yaml_text(value: Any) -> str:

@@ -3,27 +3,21 @@ last one of a run), and its weights at once or on demand."""
 
 from __future__ import annotations
 
-import glob
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
-from gpipe_cli.config.schema import ModelConfig
-from gpipe_cli.config.targets import add_current_folder
-from gpipe_cli.config.words import override_key, sets_key
-from gpipe_cli.config.yaml_files import drop_removed_keys, key_path, load_yaml
+from gpipe_cli.config.words import override_key
+from gpipe_cli.config.yaml_files import key_path, load_yaml, read_as_current
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, load_module, nonpersistent_buffers
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.models.weights import fitted_weights, load_weights
 from gpipe_cli.report.formatting import format_value, one_line
 from gpipe_cli.report.output import print_status
@@ -41,71 +35,11 @@ from gpipe_cli.runs.snapshots.manifest import (
     snapshot_paths,
 )
 from gpipe_cli.runs.snapshots.record import BestEvaluation, TrainingRecord
-from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.sequential.deferred import placeholder, read_from
 from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 from gpipe_cli.tensor_files.weights_file import read_weights
-from gpipe_cli.values import flatten
 
 BEST, LAST = "best", "last"
-PATHS = "paths.json"
-MAX_PATHS_BYTES = 2**20
-FOLDER = "folder"
-
-
-@final
-@dataclass(frozen=True)
-class SavedPlace:
-    saved: str
-    """The absolute path in config.yaml."""
-    found: str
-    """The path to use: the one as far from the run directory as the saved one was, if only that exists."""
-
-    @property
-    def is_gone(self) -> bool:
-        return not _exists(self.saved)
-
-
-def saved_places(run: Path) -> dict[str, SavedPlace]:
-    """Where the files and folders that the configuration names are, by their keys; none for an older run.
-
-    FOLDER: the folder that the run was started in.
-    """
-    try:
-        places = {}
-        for key, (saved, near) in parse_json(read_regular(run / PATHS, MAX_PATHS_BYTES, base=run)).items():
-            place = SavedPlace(saved, os.path.normpath(run.absolute() / near))
-            places[key] = place if place.is_gone and _exists(place.found) else SavedPlace(saved, saved)
-        return places
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{run / PATHS}: cannot be used: {error}; remove it if the paths in config.yaml exist"
-        ) from error
-
-
-def _exists(path: str) -> bool:
-    """Whether there is such a file, or one that fits the pattern."""
-    return os.path.lexists(path) or bool(glob.glob(path))  # noqa: PTH207 - an absolute pattern
-
-
-def search_code(run: Path, settings: ModelConfig, overrides: Sequence[str]) -> None:
-    """Make importable what the command line allows: in the current folder, then in the one the run was started in.
-
-    GPIPE_ALLOW alone does not: it is no word about this run, which may have come from anywhere with code of its own.
-    """
-    add_current_folder(settings.allow)
-    folder = saved_places(run).get(FOLDER)
-    if folder is None or not sets_key(overrides, "allow"):
-        return
-    for package in settings.allow:
-        root = package.partition(".")[0]
-        if root not in sys.modules and folder.found not in sys.path and find_spec(root) is None:
-            print_status(
-                f"{package}: not in this folder; searching {folder.found}, where the run was started"
-            )
-            sys.path.append(folder.found)
 
 
 def saved_config(run: Path) -> DictConfig:
@@ -122,15 +56,7 @@ def saved_config(run: Path) -> DictConfig:
     if "hydra" in tree:
         plain: Any = OmegaConf.to_container(tree)
         raise ConfigError(f"{path}: sets {key_path(plain, 'hydra')}: no file may configure Hydra; remove it")
-    drop_removed_keys(tree)
-    values = dict(flatten(OmegaConf.to_container(tree)))
-    for key, place in saved_places(run).items():
-        if values.get(key) == place.saved != place.found:
-            OmegaConf.update(tree, key, place.found)
-            if is_main_process():
-                print_status(
-                    f"{key}={place.found}: used instead of {place.saved}, which does not exist any more"
-                )
+    read_as_current(tree, run)
     return tree
 
 

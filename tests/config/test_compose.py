@@ -94,6 +94,16 @@ def test_code_that_the_command_line_names_is_allowed_and_stored(monkeypatch: pyt
     assert job.settings.allow == ["mypkg", "third"] and job.tree.allow == []
 
 
+def test_a_tilde_begins_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells leave it alone within a word, so run_dir=~/runs made a folder called `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("data: jsonl\ndata.path: ~/a.jsonl\n")
+    made = settings("config=~/mine.yaml", "run_dir=~/runs/~", "data.eos_token=~x")
+    assert (made.run_dir, made.data["path"]) == (f"{tmp_path}/runs/~", f"{tmp_path}/a.jsonl")
+    assert made.data["eos_token"] == "~x"
+    assert settings("run=~", "prompt=~/", command="generate").prompt == "~/"
+
+
 def test_a_component_replaced_by_a_recipe_keeps_nothing_of_its_predecessor(tmp_path: Path) -> None:
     text = "# @package _global_\nchunks: 3\noptimizer:\n  _target_: torch.optim.SGD\n  lr: 0.5\n"
     folder = written(tmp_path, "recipes/mine", text)

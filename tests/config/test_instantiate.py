@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -261,9 +262,17 @@ def test_the_annotation_of_an_argument_says_that_it_is_a_path(
     def paths(target: str, **arguments: Any) -> list[str]:
         return [*path_arguments({"_target_": target, **arguments}, "data", ["mine"], "data")]
 
-    code = "from pathlib import Path\ndef build(root: Path, url: str, *, list: Path | None): pass\n"
-    monkeypatch.syspath_prepend(user_module("mine", code).parent)
-    assert paths("mine.build", root="a", url="b", list="c") == ["data.root", "data.list"]
+    code = """
+        from pathlib import Path
+        def build(root: Path, url: str, *, files: list[Path] | None, cache: Path | str = ""):
+            return root / url, files, cache
+    """
+    monkeypatch.syspath_prepend(user_module("mine", dedent(code)).parent)
+    arguments = {"root": "a", "url": "b", "files": ["c", "d"], "cache": "e"}
+    keys = ["data.root", "data.files[0]", "data.files[1]", "data.cache"]
+    assert paths("mine.build", **arguments) == keys
+    built = instantiate({"_target_": "mine.build", **arguments}, "data", ["mine"])
+    assert built == (Path("a/b"), [Path("c"), Path("d")], "e"), "text where the annotation has both"
     train = {"_target_": "torchvision.datasets.ImageFolder", "root": "images"}
     assert paths("gpipe_cli.data.pair.build", train=train, classes=2) == ["data.train.root"]
     names = dict.fromkeys(("path", "field", "tokenizer", "cache"), "a")

@@ -78,6 +78,10 @@ def test_a_run_works_from_any_folder_and_after_its_project_has_moved(
     loss = gpipe("train", *words, "steps=2", "run_dir=runs/a", "--json").json["loss"]
     monkeypatch.chdir(tmp_path)
     project.rename(moved)
+    assert gpipe("cp", "moved/runs/a", "mine.yaml").code == 0
+    assert yaml.safe_load(Path("mine.yaml").read_text())["data"]["path"] == f"{moved}/text.txt"
+    answer = gpipe("train", "--cfg", "job", "config=moved/runs/a/config.yaml")
+    assert yaml.safe_load(answer.out)["data"]["path"] == f"{moved}/text.txt"
     answer = gpipe("eval", "run=moved/runs/a", "--json")
     assert answer.json["loss"] == loss
     told = f"data.path={moved}/text.txt: used instead of {project}/text.txt, which does not exist any more\n"
@@ -125,6 +129,16 @@ def test_damaged_paths_are_an_error_of_one_line(tmp_path: Path, content: str) ->
     (tmp_path / "paths.json").write_text(content)
     with pytest.raises(RunError, match=r"paths.json: cannot be used"):
         saved_config(tmp_path)
+
+
+def test_a_path_in_a_list_is_found_and_a_link_to_nothing_is_no_path(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("data: {files: [/gone/a, /gone/b]}\n")
+    (tmp_path / "a").touch()
+    (tmp_path / "b").symlink_to("missing")
+    (tmp_path / "paths.json").write_text(
+        '{"data.files[0]": ["/gone/a", "a"], "data.files[1]": ["/gone/b", "b"]}'
+    )
+    assert saved_config(tmp_path) == {"data": {"files": [f"{tmp_path}/a", "/gone/b"]}}
 
 
 def test_only_paths_of_the_configuration_are_replaced(tmp_path: Path) -> None:
