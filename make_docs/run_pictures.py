@@ -1,7 +1,7 @@
-"""`python -m make_docs.run_pictures`: profile and train on this machine, and draw the pictures of docs/ from that.
+"""`python -m make_docs.run_pictures`: estimate, profile and train on this machine, and draw pictures of that.
 
-The pictures are measured, so no test compares them. Other programs disturb the measurement: on a busy Linux machine run
-`sudo chrt -r 1 python -m make_docs.run_pictures`, which takes precedence over them.
+These pictures take time or are measured, so no test compares them. Other programs disturb the measurement: on a busy
+Linux machine run `sudo chrt -r 1 python -m make_docs.run_pictures`, which takes precedence over them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rich.console import Console
 
 from gpipe_cli.report.page.run_record import TimelineRecord, read_run
 from make_docs.__main__ import DOCS
+from make_docs.memory import draw_memory
 from make_docs.svg import box, label, legend, svg_file
 
 PROFILE = (
@@ -38,6 +39,7 @@ PAGE_SIZE = "1180,1500"
 
 
 def main() -> None:
+    (DOCS / "memory.svg").write_text(draw_memory(), encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(shlex.split(PROFILE), cwd=folder, check=True, stdout=subprocess.DEVNULL)
         run = Path(folder) / "profile"
