@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from typing import NoReturn
-
-from gpipe_cli.report.output import secure_streams
-from gpipe_cli.training.signals import ignore_signals, install_handlers
 
 
 def script() -> NoReturn:
     # Before any other import: a signal that arrives meanwhile is remembered, and no file gets a closed stream's number.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    from gpipe_cli.activity import activity
+    from gpipe_cli.report.output import secure_streams
+    from gpipe_cli.training.signals import ignore_signals, install_handlers
+
     with install_handlers().defer(patient=True):
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         secure_streams()
+        if sys.argv[1:] and not sys.argv[1].startswith("-"):  # a command: completion must print nothing else
+            activity.start("starting")
         # Importing creates hundreds of thousands of objects that stay, and the collector would scan all of them again
         # and again. `jobs` enables it before a command runs.
         gc.disable()

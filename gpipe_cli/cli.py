@@ -10,11 +10,13 @@ import json
 import os
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from gpipe_cli import __version__
+from gpipe_cli.activity import activity
 from gpipe_cli.arguments import parse
 from gpipe_cli.completion import complete
 from gpipe_cli.config.schema import SCHEMAS, SWEPT
@@ -28,7 +30,7 @@ from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import discard_stdout
 from gpipe_cli.runs.directory import resumed_directory
 from gpipe_cli.safe_files import redacted
-from gpipe_cli.training.signals import as_stopped, ignore_signals, stop_immediately
+from gpipe_cli.training.signals import as_stopped, ignore_signals, leave_immediately, stop_immediately
 
 HELP = ("--help", "-h", "help")
 COMPLETION = ("-sc", "--shell-completion")
@@ -40,12 +42,18 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if not is_main_process():
         discard_stdout()
+    debug, attempt = "--debug" in arguments, ExitStack()
+
+    def leave(stop: BaseException) -> NoReturn:
+        attempt.__exit__(type(stop), stop, None)
+        os._exit(_fail(stop, debug=debug))
+
     try:
-        with _recorded(arguments):
-            return _dispatch(arguments)
+        with attempt:
+            attempt.enter_context(_recorded(arguments))
+            return _dispatch(arguments, leave)
     except BaseException as error:  # noqa: BLE001 - the outermost handler: a layer may raise anything
-        ignore_signals()
-        return _fail(as_stopped(error), debug="--debug" in arguments)
+        return _fail(error, debug=debug)
 
 
 def _recorded(arguments: list[str]) -> AbstractContextManager[None]:
@@ -68,7 +76,7 @@ def _recorded(arguments: list[str]) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str], leave: Callable[[BaseException], NoReturn]) -> int:
     command, *rest = arguments or ["--help"]
     if command in COMPLETION:
         complete(rest)
@@ -87,17 +95,18 @@ def _dispatch(arguments: list[str]) -> int:
     if request.help:
         return _say(command_help(command, request))
     if command in SCHEMAS:
-        return _configured(request)
+        return _configured(request, leave)
     module = importlib.import_module(f"gpipe_cli.commands.{command}")
     with stop_immediately():
         module.run(request)
     return 0
 
 
-def _configured(request: Request) -> int:
+def _configured(request: Request, leave: Callable[[BaseException], NoReturn]) -> int:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
+    activity.now("reading the configuration")
     from gpipe_cli.config.compose import compose, print_config
-    from gpipe_cli.jobs import run_job
+    from gpipe_cli.jobs import import_torch, run_job
     from gpipe_cli.sweep import ask_hydra, run_sweep, run_with_hydra
 
     remove_abandoned_folders()
@@ -111,7 +120,10 @@ def _configured(request: Request) -> int:
     began = time.monotonic() - (max(0.0, time.time() - float(start)) if start else 0.0)
     if request.multirun or "hydra.mode=MULTIRUN" in request.words:
         return run_sweep(request, began)
-    job = replace(compose(request), began=began)
+    with stop_immediately():
+        job = replace(compose(request), began=began)
+    with leave_immediately(leave):
+        import_torch(request.command)
     by_hydra = request.command in SWEPT and any(map(sets_hydra, request.words))
     summary = run_with_hydra(request, job) if by_hydra else run_job(job)
     if request.json:
@@ -125,6 +137,9 @@ def _say(text: str) -> int:
 
 
 def _fail(error: BaseException, *, debug: bool) -> int:
+    activity.end()
+    ignore_signals()
+    error = as_stopped(error)
     if debug:
         import traceback
 

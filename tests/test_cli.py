@@ -122,8 +122,7 @@ def test_a_reader_that_goes_early_is_no_error(tmp_path: Path) -> None:
             cwd=tmp_path,
         )
         os.close(writer)
-        # A command that measures says first what it does.
-        assert done.stderr in (b"", b"importing torch and building the model\n")
+        assert done.stderr == b""
         assert done.returncode in (0, -signal.SIGPIPE)
 
 

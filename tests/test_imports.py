@@ -43,7 +43,7 @@ LEVELS = """
     skip
     schedule accelerator torch_internals huggingface config.schema plan.device_table
     vision runs.reader
-    values pytree safe_files process_lifetime
+    values pytree safe_files process_lifetime activity
     errors lazy_attributes __version__
 """
 """Top to bottom. An area imports from itself and from lower lines; areas on one line do not import each other, but for
@@ -95,6 +95,7 @@ WITHOUT_TORCH = {
     "runs.reader",
     "errors",
     "process_lifetime",
+    "activity",
 }
 
 LEVEL_OF = {area: level for level, line in enumerate(LEVELS.split("\n")) for area in line.split()}

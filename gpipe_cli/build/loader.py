@@ -10,6 +10,7 @@ from typing import Any, final
 
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
+from gpipe_cli.activity import activity
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.data.datasets import Data, Samples, hold_out
@@ -170,6 +171,7 @@ class BatchLoader:
 )
 def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
     """data: used instead of the configured one, and not divided."""
+    activity.now("reading the data")
     keys, numbers = {}, None
     if data is None:
         keys = own_keys(settings)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
+from gpipe_cli.activity import activity
 from gpipe_cli.build.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
@@ -117,6 +118,7 @@ def make_model(
     initial_weights: load the file in `model.weights`. If a snapshot has all weights, the file may be gone.
     values: records how to compute the large tensors, which then have no memory.
     """
+    activity.now("building the model")
     recording = nullcontext if values is None else values.recording
     torch.manual_seed(settings.seed if settings.trains else 0)
     node = model_arguments(settings)

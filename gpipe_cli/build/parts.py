@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import default_partitions, free_host_bytes, resolve_devices, set_threads
+from gpipe_cli.activity import activity
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.balance.time import LEAST_REPEATS, measured_repeats
@@ -220,6 +221,7 @@ def partition_model(
     settings: ModelConfig, model: nn.Sequential, loader: BatchLoader, order: FixedOrder | None = None
 ) -> Partitioning:
     """Choose the devices of the partitions, balance the layers between them, and find the order if there is none."""
+    activity.now("dividing the model into partitions")
     if settings.engine and not traits_of_engine(settings).has_partitions:
         devices = worker_devices(settings)
         if len(devices) > 1:
@@ -356,6 +358,7 @@ def make_engine(
 
     observe: see `TrainingObjective`.
     """
+    activity.now("building the engine")
     objective = replace(_objective(settings, parts.model), observe=observe)
     spec = replace(engine_spec(settings, parts, objective), measure_utilization=measure_utilization)
     hint = traits_of_engine(settings).build_memory_hint

@@ -6,6 +6,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+from gpipe_cli.activity import activity
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import ExportConfig
 from gpipe_cli.errors import ConfigError
@@ -25,6 +26,7 @@ def run(settings: ExportConfig, job: Job) -> Summary:
         raise ConfigError(f"out={out}: exists; give another name, or remove it")
     key, value = ("run", settings.run) if settings.snapshot is None else ("snapshot", settings.snapshot)
     assert value is not None, "the configuration was checked"
+    activity.now("reading the snapshot")
     search = partial(first_valid_snapshot, wanted=() if settings.format in DIRECTORIES else (MODEL,))
     chosen = choose_snapshot(key, value, settings.which or settings.at, search)
     write = DIRECTORIES.get(settings.format, export_formats.write_file)

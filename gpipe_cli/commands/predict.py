@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from gpipe_cli.activity import activity
 from gpipe_cli.build.loader import make_loader
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import PredictConfig
@@ -22,8 +22,6 @@ from gpipe_cli.report.output import print_status, print_text
 from gpipe_cli.report.tables import csv_text, print_predictions
 from gpipe_cli.runs.snapshots.durable import write_file
 from gpipe_cli.safe_files import writing
-
-PROGRESS_SECONDS = 5
 
 
 def run(settings: PredictConfig, job: Job) -> Summary:
@@ -63,7 +61,9 @@ def _predict(trained: TrainedModel[PredictConfig], spec: InferenceSpec | None) -
     with trained.engine(parts) as (engine, stops):
         predictor = Predictor(engine, spec, world, settings.top, masks)
         predicted = stops.until_stopped(predictor.predict(inputs, settings.batch_size))
-        rows = list(_with_progress(predicted, len(inputs)) if world.is_rank_zero else predicted)
+        rows: list[Row] = []
+        activity.now(lambda: f"predicting, {len(rows)} of {len(inputs)} inputs done")
+        rows.extend(predicted)
     failed = [row for row in rows if "error" in row]
     return {
         "predictions": [row for row in rows if "error" not in row],
@@ -71,16 +71,6 @@ def _predict(trained: TrainedModel[PredictConfig], spec: InferenceSpec | None) -
         "seconds": time.perf_counter() - began,
         **trained.source,
     }
-
-
-def _with_progress(rows: Iterator[Row], total: int) -> Iterator[Row]:
-    """Print every few seconds how many inputs are done."""
-    printed = time.monotonic()
-    for count, row in enumerate(rows):
-        if time.monotonic() - printed > PROGRESS_SECONDS:
-            printed = time.monotonic()
-            print_status(f"{count} of {total} predicted")
-        yield row
 
 
 def _show(summary: Summary, settings: PredictConfig, job: Job) -> None:

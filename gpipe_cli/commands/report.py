@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gpipe_cli.activity import activity
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import ReportConfig
 from gpipe_cli.errors import ConfigError
@@ -27,6 +28,7 @@ def run(settings: ReportConfig, job: Job) -> Summary:
     directories = list(map(Path, settings.run))
     out = Path(settings.out or (directories[0] / PAGE if len(directories) == 1 else COMPARISON))
     check_replaceable("out", out)
+    activity.now("making the page")
     runs = [read_run(directory) for directory in directories]
     write_text(out, render_page(runs))
     notes = [f"{run.path / note}" for run in runs for note in run.problems]

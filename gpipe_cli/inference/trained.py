@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
+from gpipe_cli.activity import activity
 from gpipe_cli.build.components import reads_on_demand, starts_ranks
 from gpipe_cli.build.parts import RunParts, make_engine
 from gpipe_cli.build.ranks import (
@@ -154,6 +155,7 @@ class TrainedModel(Generic[Settings]):
         settings = self.settings
         parts = build_parts_in_ranks(settings, self.job, self.world, initial_weights=False, data=data)
         if not reads_on_demand(settings):
+            activity.now("loading the weights")
             load_into_model(parts.model, settings.weights, self.snapshot, parts.referenced)
         return parts
 

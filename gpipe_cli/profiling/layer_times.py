@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_cli.activity import activity
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.microbatch import tensors_of
@@ -100,6 +101,7 @@ def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[Pipe]:
     if not has_values(module):
         raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     device = tensors_of(sample.input)[0].device
+    activity.now("measuring the layers")
     with preserved(module, device=True):
         move_to_devices([module], [device])
         with plain_pipe(module, [1] * len(module), device=device) as pipe:

@@ -17,6 +17,7 @@ from pathlib import Path
 from select import select
 from typing import IO, Any, TextIO, final
 
+from gpipe_cli.activity import activity
 from gpipe_cli.report.formatting import one_line, printable
 from gpipe_cli.safe_files import open_regular
 
@@ -33,10 +34,10 @@ class _UnfailingFile(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            while (written := super().write(data)) is None:
-                select(
-                    [], [self.fileno()], []
-                )  # another process made the pipe we share non-blocking: wait for room
+            with activity.room_for(self.fileno(), memoryview(data)):
+                while (written := super().write(data)) is None:
+                    # Another process made the pipe we share non-blocking: wait for room.
+                    select([], [self.fileno()], [])
         except OSError as error:
             _redirect_to_null(self.fileno())
             if self.fileno() == STDOUT and error.errno not in (errno.EPIPE, errno.EIO):

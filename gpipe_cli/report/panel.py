@@ -23,6 +23,7 @@ from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_cli.activity import activity
 from gpipe_cli.report.environment import process_peak_bytes
 from gpipe_cli.report.formatting import format_value, one_line
 from gpipe_cli.report.output import without_control_echo
@@ -115,6 +116,7 @@ class ProgressPanel:
         """The widths of the lines of the last frame."""
 
     def __enter__(self) -> Self:
+        activity.end()
         self._terminal.enter_context(without_control_echo(self._console.file))
         self._screen.start(refresh=True)
         return self
@@ -198,11 +200,11 @@ class ProgressPanel:
 
     def _times(self, width: int) -> str:
         last = self._progress.last
-        if last is None or width < NARROW:
+        if width < NARROW:
             return ""
         elapsed = self._seconds + (time.monotonic() - self._seconds_at if self._screen.is_started else 0.0)
         remaining = self._progress.remaining
-        left = None if remaining is None else remaining - (elapsed - last.seconds)
+        left = None if last is None or remaining is None else remaining - (elapsed - last.seconds)
         so_far = f"  {format_clock(elapsed)} elapsed" if width >= MEDIUM else ""
         return f"{so_far}  {format_clock(left)} left"
 

@@ -6,13 +6,12 @@ This file has what both receive, what they derive from it (the mean of the losse
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, final
 
+from gpipe_cli.activity import activity, on_terminal
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.output import print_status
 
@@ -166,23 +165,31 @@ class ProgressLines:
         self._began: float | None = None
         self._due = -math.inf
         self._evaluations = 0
+        self._evaluated_batches: int | None = None
 
     def __enter__(self) -> Self:
+        activity.now("running the first step")
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
     def step(self, step: ShownStep) -> None:
+        activity.end()
         self._progress.after(step)
         if self._is_due(step.seconds) or step.step == self._size.steps:
             print_status(self._progress.line())
             self._printed(step.seconds)
 
     def evaluating(self, batches: int) -> None:
-        """Shown by the panel only."""
+        began, self._evaluated_batches = self._evaluated_batches is None, batches
+        if began:
+            total = self._size.eval_batches or "?"
+            activity.now(lambda: f"evaluating, mini-batch {self._evaluated_batches} of {total}")
 
     def evaluated(self, evaluation: ShownEvaluation) -> None:
+        activity.end()
+        self._evaluated_batches = None
         self._evaluations += 1
         is_last = evaluation.step == self._size.steps
         if self._evaluations <= UNHURRIED_EVALUATIONS or is_last or self._is_due(evaluation.seconds):
@@ -210,11 +217,6 @@ class ProgressLines:
 
     def print_log(self, line: str) -> None:
         print_status(line)
-
-
-def on_terminal() -> bool:
-    """Whether stderr is a terminal that can show a panel."""
-    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def progress_display(size: RunSize) -> ProgressDisplay:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
+from gpipe_cli.activity import activity, on_terminal
 from gpipe_cli.build.components import starts_ranks, traits_of_engine
 from gpipe_cli.build.custom_schedule import write_order
 from gpipe_cli.build.optimizer import optimizer_factory
@@ -39,7 +40,6 @@ from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, connected_files, lost_peer_as_peer_error
 from gpipe_cli.profiling.memory import state_bytes
 from gpipe_cli.report.model_tables import measured_memory_rows
-from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.runs.directory import (
     check_run_dir,
     lock_run_directory,
@@ -324,6 +324,7 @@ class Run:
         resumed = self._resumed
         if resumed is None or resumed.snapshot is None:
             return
+        activity.now("loading the snapshot")
         try:
             with report_out_of_memory("loading the snapshot", memory_hint):
                 engine.load_state(resumed.state_for(engine.module))

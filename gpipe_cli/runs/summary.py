@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.activity import activity
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.config.job import Job, Summary, allow_override, resume_command
 from gpipe_cli.config.schema import TrainConfig
@@ -87,6 +88,7 @@ def write_summary(run: Path, summary: Summary) -> None:
 
 def write_report(run: Path) -> None:
     """Write report.html when a run ends; only warn if that fails, because the results are already saved."""
+    activity.now(f"writing {PAGE}")
     # Late: `gpipe train` starts in less time without it.
     from gpipe_cli.report.page.render import render_page
     from gpipe_cli.report.page.run_record import read_run

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
+from gpipe_cli.activity import activity
 from gpipe_cli.engines.protocol import Batch, BatchResult, Engine, Utilization
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
@@ -316,6 +317,7 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> tuple[MetricTotals, fl
     """Loss and metrics over all batches, and the seconds that took."""
     began = time.perf_counter()
     totals = MetricTotals()
+    activity.now(lambda: f"evaluating, {totals.samples} samples done")
     for batch in batches:
         totals.add(engine.eval_step(batch))
     _check_scored(totals)

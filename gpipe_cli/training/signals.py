@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, final
+from typing import NoReturn, TypeVar, final
 
 from gpipe_cli.errors import Interrupted, Stopped
 
@@ -73,6 +73,7 @@ class SignalInbox:
         self._interrupted = self._ended = False
         self._raises = False
         self._raised = False
+        self._leave: Callable[[StopNow], NoReturn] | None = None
 
     def handle(self, number: int, frame: object) -> None:
         """The handler of every stop signal."""
@@ -80,6 +81,8 @@ class SignalInbox:
         again, self._interrupted = self._interrupted, self._interrupted or number == signal.SIGINT
         if self.first is None:
             self.first = number
+            if self._leave is not None:
+                self._leave(self._stop_now())
             if self._raises:
                 raise self._stop_now()
         elif again and number == signal.SIGINT and not self.patient and not self._ended:
@@ -114,6 +117,17 @@ class SignalInbox:
             yield
         finally:
             self._raises, self.patient = before
+
+    @contextmanager
+    def leave_immediately(self, leave: Callable[[StopNow], NoReturn]) -> Iterator[None]:
+        """Inside, the first signal ends the process by `leave`: C++ code that imports modules aborts it on errors."""
+        self._leave = leave
+        try:
+            if self.first is not None:
+                leave(self._stop_now())
+            yield
+        finally:
+            self._leave = None
 
     def _stop_now(self) -> StopNow:
         assert self.first is not None, "a signal was received"
@@ -169,6 +183,13 @@ def handlers_installed() -> Iterator[SignalInbox]:
 def stop_immediately() -> Iterator[None]:
     """Inside, except within `defer_signals` and `stop_requests`, a signal raises StopNow."""
     with handlers_installed() as inbox, inbox.raise_immediately():
+        yield
+
+
+@contextmanager
+def leave_immediately(leave: Callable[[StopNow], NoReturn]) -> Iterator[None]:
+    """Inside, a signal ends this process by `leave`, without an exception that the code inside could meet."""
+    with handlers_installed() as inbox, inbox.leave_immediately(leave):
         yield
 
 

@@ -79,6 +79,23 @@ def on_terminal(*words: str) -> Iterator[Terminal]:
         os.close(descriptor)
 
 
+def test_control_c_works_while_torch_is_imported_which_the_terminal_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first output came after minutes, and Ctrl-C was ignored until torch was imported."""
+    monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
+    monkeypatch.chdir(tmp_path)
+    screen = Screen(WIDTH)
+    with on_terminal(*WORDS) as terminal:
+        output = terminal.read_until(lambda output: "importing torch" in output)
+        assert "run directory" not in output
+        screen.feed(output)
+        terminal.press(b"\x03")
+        screen.feed(terminal.read_until(lambda output: False))
+    assert [line for line in screen.lines if line] == ["gpipe: stopped by Ctrl-C"]
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_control_c_leaves_one_line_and_the_command_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
