@@ -123,7 +123,7 @@ class Bench:
         )
 
     def _profile(self, chunks: int) -> list[LayerTimes]:
-        return layer_times(self._clean(), self._sample(chunks), seconds=0.0, repeats=3)
+        return layer_times(self._clean(), self._sample(chunks), runs=3)
 
     def _sample(self, chunks: int) -> Sample:
         case = self.case

@@ -1,7 +1,8 @@
 """Balance by time: measures every layer on this machine and makes the slowest partition as fast as possible.
 
 Among balances that are as good to within 1 %, it takes the one with the shortest step under the chosen schedule. Where
-measuring is impossible, or costs more than a short run could gain from it, the times are estimated from FLOPs.
+measuring is impossible, or costs more than a short run could gain from it, the times are estimated from FLOPs. So are
+those of layers for which the time to measure does not suffice.
 """
 
 from __future__ import annotations
@@ -29,16 +30,15 @@ from gpipe_cli.balance.solver import (
 )
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
-from gpipe_cli.profiling.layer_times import MAX_REPEATS
-from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.layer_times import MAX_RUNS, estimated_times, most_runs
 from gpipe_cli.profiling.profile_cache import ProfileCache
-from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, has_values
+from gpipe_cli.profiling.records import FLOPS, LayerTimes, Sample, frozen_layers, has_values
 from gpipe_cli.schedule.simulate import PartitionCost
 from gpipe_cli.schedule.spec import PipelineSpec
 
 MEASURED_SHARE = 0.05
 """Measuring runs at most this share of the micro-batches that the run trains."""
-LEAST_REPEATS = 8
+LEAST_RUNS = 8
 """So many and a few to warm up: a shorter measurement says too little."""
 AS_GOOD = 1.01
 SIMULATED_ACTIONS = 200_000
@@ -57,31 +57,33 @@ def balance(
     measure: str = "always",
     trained_micro_batches: int | None = None,
 ) -> BalanceResult:
-    """`seconds` is how long to measure, at least five runs; `profiles` may have the times already.
+    """`seconds` is how long measuring may take altogether, or 0 for one run of each layer, however long it takes.
 
-    With measure="auto" a module without values, or a run of too few `trained_micro_batches` to gain from a
-    measurement, gets estimated times; without a number of them the run counts as long.
+    `profiles` may have the times already. With measure="auto" a module without values, or a run of too few
+    `trained_micro_batches` to gain from a measurement, gets estimated times; without a number of them the run is long.
     """
     if measure not in ("auto", "always"):
         raise ConfigError(f"balance.measure={measure}: must be auto or always")
     require_layers(len(module), partitions)
     usable = profiles if profiles is not None else ProfileCache(None)
-    repeats = MAX_REPEATS if measure == "always" else measured_repeats(trained_micro_batches)
+    usable.allow(seconds)
+    worthwhile = MAX_RUNS if measure == "always" else measured_runs(trained_micro_batches)
+    runs = min(worthwhile, most_runs(seconds))
     layers: Sequence[LayerTimes] | None = None
     if cache:
-        layers = usable.stored_times(module, sample, seconds, repeats)
-    unit = "ms"
+        layers = usable.stored_times(module, sample, seconds, runs)
     if layers is None and measure == "always":
-        layers = usable.measured_times(module, sample, seconds)
+        layers = usable.measured_times(module, sample, seconds, runs)
     elif layers is None:
-        layers, unit = _measured_or_estimated(usable, module, sample, seconds, repeats)
+        reason = "the run is too short to gain from a measurement" if worthwhile < LEAST_RUNS else ""
+        layers = _measured_or_estimated(usable, module, sample, seconds, runs, reason)
     spec = spec or PipelineSpec("gpipe", partitions, micro_batches=1)
-    return balance_times(layers, spec, frozen_layers(module, sample), within, unit)
+    return balance_times(layers, spec, frozen_layers(module, sample), within)
 
 
-def measured_repeats(trained: int | None) -> int:
-    """How often the layers run to be measured for so many trained micro-batches; fewer than `LEAST_REPEATS`: never."""
-    return MAX_REPEATS if trained is None else min(MAX_REPEATS, int(MEASURED_SHARE * trained))
+def measured_runs(trained: int | None) -> int:
+    """How often the layers run to be measured for so many trained micro-batches; fewer than `LEAST_RUNS`: never."""
+    return MAX_RUNS if trained is None else min(MAX_RUNS, int(MEASURED_SHARE * trained))
 
 
 def balance_times(
@@ -89,7 +91,6 @@ def balance_times(
     spec: PipelineSpec,
     frozen: int = 0,
     within: MemoryObjective | None = None,
-    unit: str = "ms",
 ) -> BalanceResult:
     """The best balance of layers whose times are known; the first `frozen` of them need no backward."""
     objective = _objective(layers, spec, frozen)
@@ -108,36 +109,30 @@ def balance_times(
         budget=max(1, SIMULATED_ACTIONS // sum(map(len, spec.order))),
     )
     costs = layer_costs(layers, statistics.fmean(spec.checkpointed_counts) / spec.micro_batches)
+    # Without any measured layer, the times are what they would be estimated from.
+    unit = layers[0].source if all(layer.is_work for layer in layers) else "ms"
     return replace(BalanceResult.of(chosen, costs, unit, solution.largest, objective), phases=layers)
 
 
 def _measured_or_estimated(
-    profiles: ProfileCache, module: nn.Sequential, sample: Sample, seconds: float, repeats: int
-) -> tuple[Sequence[LayerTimes], str]:
-    """The times of all layers and their unit."""
-    if repeats < LEAST_REPEATS:
-        reason = "the run is too short to gain from a measurement"
-    elif not has_values(module):
+    profiles: ProfileCache, module: nn.Sequential, sample: Sample, seconds: float, runs: int, reason: str
+) -> Sequence[LayerTimes]:
+    if not reason and not has_values(module):
         reason = "this process has no values of the parameters"
-    else:
+    if not reason:
         try:
-            return profiles.measured_times(module, sample, seconds, repeats), "ms"
+            return profiles.measured_times(module, sample, seconds, runs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             reason = "the whole model does not fit on one device"
-    try:
-        operations = model_stats(module, sample).operations
-    except Exception as error:  # noqa: BLE001 - a layer that fails in training too fails there with its place
-        profiles.origin = (
-            f"the same cost for every layer, since {reason} and their FLOPs cannot be counted "
-            f"({type(error).__name__})"
-        )
-        return [LayerTimes(1.0, 1.0) for _ in module], "layers"
-    profiles.origin = f"estimated from FLOPs, since {reason}; balance.measure=always measures the layers"
-    return [
-        LayerTimes(float(layer.forward_flops), float(layer.backward_flops)) for layer in operations
-    ], "FLOPs"
+    layers = estimated_times(module, sample)
+    profiles.origin = (
+        f"estimated from FLOPs, since {reason}; balance.measure=always measures the layers"
+        if layers[0].source == FLOPS
+        else f"the same cost for every layer, since {reason} and their FLOPs cannot be counted"
+    )
+    return layers
 
 
 def _objective(layers: Sequence[LayerTimes], spec: PipelineSpec, frozen: int) -> Objective:

@@ -15,7 +15,7 @@ from gpipe_cli.accelerator.devices import default_partitions, free_host_bytes, r
 from gpipe_cli.activity import activity
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult
-from gpipe_cli.balance.time import LEAST_REPEATS, measured_repeats
+from gpipe_cli.balance.time import LEAST_RUNS, measured_runs
 from gpipe_cli.build.components import (
     check_components,
     engine_name,
@@ -193,7 +193,7 @@ def build_parts(
             fill_others([model], values)
     else:
         model = make() if storage and not if_it_fits else build_on_meta(make)
-        is_measured = measured_repeats(_trained_micro_batches(settings, loader)) >= LEAST_REPEATS
+        is_measured = measured_runs(_trained_micro_batches(settings, loader)) >= LEAST_RUNS
         if if_it_fits and is_measured and _fits_in_memory(model):
             model = make()
     check_task(settings, loader, model)

@@ -36,6 +36,7 @@ def _balance(settings: BalanceConfig, job: Job) -> Summary:
         "by": balance_name(settings),
         "unit": balanced.unit,
         "costs": balanced.costs,
+        "sources": [times.source for times in balanced.phases] or None,
         "max": balanced.largest,
         "lower_bound": balanced.lower_bound,
         "imbalance": balanced.imbalance,

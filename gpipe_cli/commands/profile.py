@@ -7,8 +7,9 @@ the whole pipeline.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
+
+from torch import nn
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
@@ -21,11 +22,11 @@ from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Batch
-from gpipe_cli.profiling.layer_times import layer_stats, layer_times
+from gpipe_cli.profiling.layer_times import layer_stats, layer_times, most_runs
 from gpipe_cli.profiling.memory import activation_bytes
-from gpipe_cli.profiling.model_stats import model_stats
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers
-from gpipe_cli.profiling.timeline import BalanceGain
+from gpipe_cli.profiling.timeline import BalanceGain, late_after
 from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
 from gpipe_cli.report.page.render import PAGE
 from gpipe_cli.report.tables import print_facts
@@ -65,11 +66,18 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     timeline = None
     if settings.measure:
         with report_out_of_memory("measuring the layers on one device", HINT):
-            untimed = layer_stats(parts.model, sample)
-            layers = layer_times(parts.model, sample, seconds=settings.seconds)
-        rows = layer_rows(untimed, [asdict(times) for times in layers], balance)
+            layers = layer_times(
+                parts.model, sample, runs=most_runs(settings.seconds), is_late=late_after(settings.seconds)
+            )
+            if all(layer.is_work for layer in layers):
+                raise ConfigError(
+                    f"seconds={settings.seconds}: too short to measure a layer with FLOPs; give more, or measure=false"
+                )
+            stats = _stats(parts.model, sample)
+            untimed = layer_stats(parts.model, sample) if stats is None else stats.layers
+        rows = layer_rows(untimed, layers, balance)
         ideal = spec.simulate(partition_costs(layers, balance, frozen_layers(parts.model, sample)))
-        activations = _activations(parts, sample)
+        activations = None if stats is None else activation_bytes(stats, balance, spec)
         summary |= {
             **_sums(rows),
             "predicted_step_ms": ideal.step,
@@ -117,13 +125,12 @@ def _balance_gain(layers: Sequence[LayerTimes], parts: RunParts, sample: Sample)
     return BalanceGain(balance, now, best, then)
 
 
-def _activations(parts: RunParts, sample: Sample) -> list[int] | None:
-    """The most bytes that each partition saves for backward at once, or None if a layer depends on values."""
+def _stats(model: nn.Sequential, sample: Sample) -> ModelStats | None:
+    """None if a layer depends on values."""
     try:
-        stats = model_stats(parts.model, sample, count_flops=False)
+        return model_stats(model, sample, count_flops=False)
     except ConfigError:
         return None
-    return activation_bytes(stats, parts.partitioning.balance, parts.partitioning.spec)
 
 
 def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:

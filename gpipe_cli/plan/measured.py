@@ -34,6 +34,7 @@ from gpipe_cli.accelerator.devices import (
 from gpipe_cli.accelerator.streams import median_seconds, synchronize
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.build.step import sample_must_fit
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.gpipe import GPipe, plain_pipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved
@@ -45,8 +46,8 @@ from gpipe_cli.profiling.equal_layers import LayerSample
 from gpipe_cli.profiling.model_stats import ModelStats
 from gpipe_cli.profiling.phase_times import PER_PARTITION, PhaseTimes
 from gpipe_cli.profiling.profile_cache import ProfileCache
-from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, preserved
-from gpipe_cli.profiling.timeline import IsLate, never_late
+from gpipe_cli.profiling.records import MEASURED, LayerTimes, Sample, frozen_layers, preserved
+from gpipe_cli.profiling.timeline import TimeIsUp
 from gpipe_cli.report.output import print_status
 
 SECONDS_OF_PHASES = 0.6
@@ -171,7 +172,12 @@ class MeasuredSource:
             print_status(
                 f"measured again: {len(outdated)} outdated cached measurements, such as {outdated[0]}"
             )
-        self.origin = f"measured here in {time.monotonic() - begin:.1f} s"
+        estimated = any(
+            layer.source != MEASURED for costs in self._measured.values() for layer in costs.layers
+        )
+        self.origin = f"measured here in {time.monotonic() - begin:.1f} s" + (
+            ", or estimated from FLOPs where the time did not suffice" if estimated else ""
+        )
         if self._profiles.oldest is not None:
             self.origin = (
                 f"measured here, some of it on {self._profiles.oldest} and confirmed now; "
@@ -203,6 +209,8 @@ class MeasuredSource:
             print_status(f"measuring {size} ({place} of {len(sizes)} sizes, at most {left:.0f} s left)")
             try:
                 self._measure(size)
+            except TimeIsUp:
+                break
             except (ValueError, RuntimeError) as error:
                 # Batch norm, for example, refuses a micro-batch of a single row; larger ones may work.
                 refused = error
@@ -214,6 +222,11 @@ class MeasuredSource:
             measured.append(size.rows)
         if refused is not None and not measured:
             raise refused
+        if not measured:
+            raise ConfigError(
+                "the time to plan: too short to measure a layer with FLOPs; give a larger plan.budget, or estimate the "
+                "costs: gpipe plan device=<name>"
+            )
         return measured
 
     def _is_late(self) -> bool:
@@ -278,7 +291,6 @@ class MeasuredSource:
                     chunks=size.chunks,
                     cores=self._cores,
                     layers=layers,
-                    is_late=self._is_late,
                 )
 
 
@@ -291,24 +303,25 @@ def measure_costs(
     chunks: int,
     cores: int,
     layers: LayerSample | None = None,
-    is_late: IsLate = never_late,
 ) -> MeasuredCosts:
     """Measure the layers one by one, and a short pipeline of them on all devices; `sample` is a micro-batch.
 
     `layers` are those to measure, by default all.
     """
     module = model if layers is None else layers.layers(model)
-    times = profiles.times(module, sample, seconds=0.0)
+    times = profiles.times(module, sample)
+    if all(layer.is_work for layer in times):
+        raise TimeIsUp
     # An even balance keeps all workers busy, so that they disturb each other as they will in training.
     workers = min(len(devices), len(module))
     balance = solve([layer.forward_ms + layer.backward_ms for layer in times], workers).balance
-    if is_late():
-        phases = PhaseTimes.of_layers(times)
-    else:
-        limit = cores if devices[0].type == "cpu" else None
+    limit = cores if devices[0].type == "cpu" else None
+    try:
         phases = profiles.phases(
             module, sample, balance, devices[:workers], chunks, SECONDS_OF_PHASES, cores=limit
         )
+    except TimeIsUp:
+        phases = PhaseTimes.of_layers(times)
     frozen = frozen_layers(module, sample)
     begins = (begin for begin, end in pairwise([0, *accumulate(balance)]) if end > frozen)
     return MeasuredCosts(times, phases, frozen_layers(model, sample), next(begins, 0), layers)

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
 
@@ -29,7 +29,7 @@ from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, preserved
-from gpipe_cli.profiling.timeline import IsLate, never_late, run_steps
+from gpipe_cli.profiling.timeline import IsLate, TimeIsUp, never_late, run_steps
 from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule.action import Kind
 from gpipe_cli.schedule.orders import ONE_F_ONE_B, ZERO_BUBBLE
@@ -62,7 +62,8 @@ class PhaseTimes:
     @staticmethod
     def of_layers(layers: Sequence[LayerTimes]) -> PhaseTimes:
         """Without a measurement: the layers take as long together as each of them alone."""
-        forward, backward = (sum(times) for times in zip(*map(astuple, layers), strict=True))
+        forward = sum(layer.forward_ms for layer in layers)
+        backward = sum(layer.backward_ms for layer in layers)
         return PhaseTimes(forward, backward, forward, forward, backward, 0.5, 0.5)
 
 
@@ -80,7 +81,8 @@ def measure_phase_times(
 ) -> PhaseTimes:
     """Medians of at least three steps of each kind, and of more until `seconds` have passed; `sample` is a micro-batch.
 
-    `cores` is how many workers can run at once. Without `split` a split backward is assumed to be two halves.
+    `cores` is how many workers can run at once. Without `split` a split backward is assumed to be two halves. Raises
+    `TimeIsUp` if it is late before a step of each kind has ended.
     """
     steps = _Steps(module, sample, balance, devices, chunks, seconds / 3, cores, is_late)
     with preserved(module, device=True):
@@ -204,6 +206,8 @@ class _Steps:
         durations: dict[tuple[int, str, Kind], list[float]] = defaultdict(list)
         for span in (span for recorded in steps for span in recorded.spans):
             durations[span.action.partition, span.phase, span.action.kind].append(span.end - span.begin)
+        if not took:  # not even one step has ended
+            raise TimeIsUp
         medians = {place: 1000 * statistics.median(seconds) for place, seconds in durations.items()}
         spec = PipelineSpec(schedule, len(self.balance), count, checkpoint, cores=self.cores)
         return StepTimes(spec, 1000 * statistics.median(took[-len(steps) :]), medians)

@@ -1,7 +1,7 @@
 """Earlier measurements of a model, so that a run need not measure it again.
 
     profiles = ProfileCache(default_folder())
-    layers = profiles.times(module, sample, seconds=3.0)
+    layers = profiles.times(module, sample)
     profiles.origin                     # where they come from, in words
 
 A measurement is reused if it has the same fingerprint, took as long or longer, and still holds: the cache runs a part
@@ -34,15 +34,17 @@ from gpipe_cli import __version__
 from gpipe_cli.accelerator.devices import device_name, is_accelerator
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.profiling.layer_times import MAX_REPEATS, forward_times, layer_times
+from gpipe_cli.profiling.layer_times import MAX_RUNS, forward_times, layer_times
 from gpipe_cli.profiling.phase_times import PhaseTimes, measure_forward_backward, measure_phase_times
-from gpipe_cli.profiling.records import LayerTimes, Sample, has_values
-from gpipe_cli.profiling.timeline import IsLate, never_late
+from gpipe_cli.profiling.records import FORWARD, LAYERS, MEASURED, LayerTimes, Sample, has_values
+from gpipe_cli.profiling.timeline import IsLate, TimeIsUp, late_after, never_late
 from gpipe_cli.safe_files import user_cache
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.sequential.selection import stays_in_eval_mode
 
 TOLERANCE = 0.15
+FEW_RUNS = 5
+"""With which layers are measured that are measured for their shares alone."""
 RUNS = 3
 """At most; the best one counts, so that a burst of other work now does not cost a good measurement."""
 SHARE = 0.5
@@ -73,12 +75,14 @@ class ProfileCache:
         reuse: bool = True,
         warn: Callable[[str], None] = lambda line: None,
         is_late: IsLate = never_late,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """folder: None stores nothing. reuse: False measures everything again, and stores it.
 
-        is_late: from when on measurements are as short as they can be, and are not stored.
+        is_late: from when on nothing more is measured.
         """
         self._store, self._reuse, self._is_late = MeasurementStore(folder, warn), reuse, is_late
+        self._clock = clock
         self.origin = ""
         """Where the times returned last come from, in words."""
         self.oldest: str | None = None
@@ -86,46 +90,55 @@ class ProfileCache:
         self.outdated: list[str] = []
         """The stored measurements that no longer hold, in words."""
 
-    def times(self, module: nn.Sequential, sample: Sample, seconds: float) -> list[LayerTimes]:
-        """The times of each layer, measured for `seconds` now, or for as long or longer before if they still hold."""
-        stored = self.stored_times(module, sample, seconds)
-        return self.measured_times(module, sample, seconds) if stored is None else stored
+    def allow(self, seconds: float) -> None:
+        """From now on, measuring may take so long altogether; the layer that runs then is finished. 0: no limit."""
+        self._is_late = late_after(seconds, self._clock)
+
+    def times(self, module: nn.Sequential, sample: Sample) -> list[LayerTimes]:
+        """The times of each layer from a few runs now, or from as many or more before if they still hold."""
+        stored = self.stored_times(module, sample, 0.0, FEW_RUNS)
+        return self.measured_times(module, sample, 0.0, FEW_RUNS) if stored is None else stored
 
     def stored_times(
-        self, module: nn.Sequential, sample: Sample, seconds: float, repeats: int = MAX_REPEATS
+        self, module: nn.Sequential, sample: Sample, seconds: float, runs: int = MAX_RUNS
     ) -> list[LayerTimes] | None:
         """The times of an earlier measurement, at least as long as `measured_times` would take, if they still hold."""
-        runs = has_values(module)
-        if runs and not self._reuse:
+        can_run = has_values(module)
+        if can_run and not self._reuse:
             return None
         key = fingerprint(module, sample)
-        found = (self._store.load(one, len(module), 2, seconds) for one in (key, key | {"repeats": repeats}))
+        found = (self._store.load(one, len(module), 2, seconds) for one in (key, key | {"repeats": runs}))
         stored = next(filter(None, found), None)
         if stored is None:
             return None
-        layers = [LayerTimes(*row) for row in stored.numbers]
-        drift = recheck_layers(module, sample, [layer.forward_ms for layer in layers]) if runs else None
+        layers = [LayerTimes(forward, backward) for forward, backward in stored.numbers]
+        forward_ms = [layer.forward_ms for layer in layers]
+        drift = recheck_layers(module, sample, forward_ms, self._is_late) if can_run else None
         return layers if self._still_holds(stored, drift) else None
 
     def measured_times(
-        self, module: nn.Sequential, sample: Sample, seconds: float, repeats: int = MAX_REPEATS
+        self, module: nn.Sequential, sample: Sample, seconds: float, runs: int = MAX_RUNS
     ) -> list[LayerTimes]:
-        """Measure now, for `seconds` or until each layer ran `repeats` times, and store the result."""
+        """Measure now, each layer `runs` times or until it is late, and store the result if no layer is missing.
+
+        `seconds` is how long this was allowed to take.
+        """
         if not has_values(module):
             raise ConfigError(
                 "balance=time: nothing is run here, and no measurement of this model with these settings is stored; "
                 "`gpipe balance --by time` makes one and prints the line to paste, balance=params needs none"
             )
         # The load from before, because measuring raises it.
-        load, began = load_per_core(), time.perf_counter()
-        layers = layer_times(module, sample, seconds=seconds, most_repeats=repeats, is_late=self._is_late)
-        took = time.perf_counter() - began
-        self.origin = "; ".join([f"layers measured in {took:.1f} s", *self.outdated])
+        load, began = load_per_core(), self._clock()
+        layers = layer_times(module, sample, runs=runs, is_late=self._is_late)
+        took, is_late = self._clock() - began, self._is_late()
+        self.origin = "; ".join([f"{_which(layers)} in {took:.1f} s", *self.outdated])
         # A measurement that ended early serves runs of the same length only, such as the one after its dry run.
-        ended_early = repeats < MAX_REPEATS and took < seconds
-        key = fingerprint(module, sample) | ({"repeats": repeats} if ended_early else {})
-        if not self._is_late():
-            self._store.save(key, seconds, load, [astuple(layer) for layer in layers])
+        key = fingerprint(module, sample) | (
+            {} if runs == MAX_RUNS or (is_late and seconds) else {"repeats": runs}
+        )
+        if all(layer.source == MEASURED for layer in layers) and (seconds or not is_late):
+            self._store.save(key, seconds, load, [[layer.forward_ms, layer.backward_ms] for layer in layers])
         return layers
 
     def phases(
@@ -140,6 +153,8 @@ class ProfileCache:
         cores: int | None,
     ) -> PhaseTimes:
         """The phases of a pipeline: see `measure_phase_times`."""
+        if self._is_late():
+            raise TimeIsUp
         key = fingerprint(module, sample) | {
             "balance": list(balance),
             "devices": [str(device) for device in devices],
@@ -150,7 +165,9 @@ class ProfileCache:
         if stored is not None:
             phases = PhaseTimes(*stored.numbers[0])
             cached_ms = phases.forward + phases.backward
-            drift = recheck_phases(module, sample, balance, devices, chunks, cached_ms, cores=cores)
+            drift = recheck_phases(
+                module, sample, balance, devices, chunks, cached_ms, cores=cores, is_late=self._is_late
+            )
             if self._still_holds(stored, drift):
                 return phases
         load = load_per_core()
@@ -162,11 +179,12 @@ class ProfileCache:
         return phases
 
     def _still_holds(self, stored: Measurement, drift: Drift | None) -> bool:
-        """Whether stored times may be used; without a drift nothing could be run to check them."""
+        """Whether stored times may be used; without a drift there was nothing to run to check them, or no time."""
         if drift is not None and not drift.tolerable:
             self.outdated.append(f"cached times of {stored} no longer hold: {drift}")
             return False
-        reason = "reused unchecked, since nothing is run here" if drift is None else f"confirmed: {drift}"
+        why = "there was no time" if self._is_late() else "nothing is run here"
+        reason = f"reused unchecked, since {why}" if drift is None else f"confirmed: {drift}"
         self.origin = f"cached times of {stored} {reason}; balance.cache=false measures them again"
         self.oldest = min(stored.measured, self.oldest or stored.measured)
         return True
@@ -188,10 +206,15 @@ class Drift:
         return f"{self.what} took {self.ratio:.2f} x the cached time"
 
 
-def recheck_layers(module: nn.Sequential, sample: Sample, forward_ms: Sequence[float]) -> Drift:
-    """Compare the forward of the slowest layers with what it took before."""
+def recheck_layers(
+    module: nn.Sequential, sample: Sample, forward_ms: Sequence[float], is_late: IsLate = never_late
+) -> Drift | None:
+    """Compare the forward of the slowest layers with what it took before; None if the time does not suffice."""
     checked = _slowest(forward_ms, without_last=sample.loss is not None)
-    best = min(sum(run[index] for index in checked) for run in forward_times(module, sample, RUNS))
+    runs = [run for run in forward_times(module, sample, RUNS, is_late) if len(run) == len(module)]
+    if not runs:
+        return None
+    best = min(sum(run[index] for index in checked) for run in runs)
     names = layer_names(module)
     others = f" and {len(checked) - 1} more" if len(checked) > 1 else ""
     return Drift(
@@ -208,13 +231,48 @@ def recheck_phases(
     cached_ms: float,
     *,
     cores: int | None,
-) -> Drift:
-    """Compare the forward and backward of a pipeline with what they took before, until they agree or `RUNS` times."""
+    is_late: IsLate = never_late,
+) -> Drift | None:
+    """Compare the forward and backward of a pipeline with what they took before, until they agree or `RUNS` times.
+
+    None if the time does not suffice for one.
+    """
     drifts: list[Drift] = []
     while len(drifts) < RUNS and not (drifts and drifts[-1].tolerable):
-        now = sum(measure_forward_backward(module, sample, balance, devices, chunks, cores=cores))
+        try:
+            now = sum(
+                measure_forward_backward(
+                    module, sample, balance, devices, chunks, cores=cores, is_late=is_late
+                )
+            )
+        except TimeIsUp:
+            break
         drifts.append(Drift(f"a pipeline of {len(balance)} partitions", _ratio(now, cached_ms)))
-    return min(drifts, key=lambda drift: abs(drift.ratio - 1))
+    return min(drifts, key=lambda drift: abs(drift.ratio - 1), default=None)
+
+
+def _which(layers: Sequence[LayerTimes]) -> str:
+    """Which layers were measured, and which estimated."""
+    estimated = [index for index, layer in enumerate(layers) if layer.source != MEASURED]
+    if not estimated:
+        return "layers measured"
+    how = "taken as equal" if any(layer.source == LAYERS for layer in layers) else "estimated from FLOPs"
+    forward = [index for index in estimated if layers[index].source == FORWARD]
+    others = [index for index in estimated if layers[index].source != FORWARD]
+    parts = [
+        *([f"the backward of layers {_ranges(forward)}"] if forward else []),
+        *([f"layers {_ranges(others)}"] if others else []),
+    ]
+    return f"the time did not suffice, so {' and '.join(parts)} {how}; the rest measured"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in words: 0-3, 7."""
+    starts = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ", ".join(
+        str(start) if start == end else f"{start}-{end}" for start, end in zip(starts, ends, strict=True)
+    )
 
 
 def load_per_core() -> float | None:

@@ -19,6 +19,8 @@ from gpipe_cli.sequential import layer_class
 from gpipe_cli.torch_internals.tensors import storage_of
 
 Shape = tuple[int, ...]
+MEASURED, FORWARD, FLOPS, LAYERS = "measured", "forward measured", "FLOPs", "layers"
+"""Where the times of a layer come from."""
 
 
 @final
@@ -83,6 +85,13 @@ class LayerTimes:
 
     forward_ms: float
     backward_ms: float
+    source: str = MEASURED
+    """MEASURED, or FORWARD: only that; FLOPS or LAYERS: estimated from FLOPs, or taken as equal to all others."""
+
+    @property
+    def is_work(self) -> bool:
+        """Whether nothing of it was measured."""
+        return self.source in (FLOPS, LAYERS)
 
 
 @final

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,11 +39,24 @@ MUCH_RECOMPUTATION = 0.15
 
 
 IsLate = Callable[[], bool]
-"""Whether the time to measure is up; a measurement then ends with the fewest runs that give a number."""
+"""Whether the time to measure is up; a measurement then ends with the action that runs."""
 
 
 def never_late() -> bool:
     return False
+
+
+def late_after(seconds: float, clock: Callable[[], float] = time.monotonic) -> IsLate:
+    """`seconds` from now on; with 0 there is no limit."""
+    if not seconds:
+        return never_late
+    deadline = clock() + seconds
+    return lambda: clock() >= deadline
+
+
+@final
+class TimeIsUp(Exception):
+    """Ends a step in the middle."""
 
 
 class RecordedPipe(Protocol):
@@ -55,9 +69,9 @@ class RecordedPipe(Protocol):
 
 
 @contextmanager
-def recording(pipe: RecordedPipe) -> Iterator[ActionRecorder]:
-    """Record the pipe's work inside the block."""
-    record = ActionRecorder(pipe.devices)
+def recording(pipe: RecordedPipe, is_late: IsLate = never_late) -> Iterator[ActionRecorder]:
+    """Record the pipe's work inside the block; when it is late, the action that runs is the last one."""
+    record = ActionRecorder(pipe.devices, is_late)
     pipe.recorder = record
     try:
         yield record
@@ -69,7 +83,8 @@ def recording(pipe: RecordedPipe) -> Iterator[ActionRecorder]:
 class ActionRecorder:
     """The recorder of a pipe. All that a worker does is append to a list, which is atomic and needs no lock."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(self, devices: Sequence[torch.device], is_late: IsLate = never_late) -> None:
+        self._is_late = is_late
         self._spans: list[tuple[Action, str, Any, Any, int]] = []
         self._accelerators = {device for device in devices if is_accelerator(device)}
         self._began = time.perf_counter()
@@ -82,6 +97,8 @@ class ActionRecorder:
 
     def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None:
         self._spans.append((action, phase, begin, end, threading.get_native_id()))
+        if self._is_late():
+            raise TimeIsUp
 
     def spans(self) -> list[Span]:
         """In the order in which they ended; waits until the devices have run them."""
@@ -169,21 +186,28 @@ def run_steps(
     warm_up: int = WARM_UP,
     is_late: IsLate = never_late,
 ) -> list[StepTimeline]:
-    """Record at least `least` calls of `step`, and up to `most` while `seconds` last; a single one if it is late."""
-    for warmed_up in range(warm_up):
-        if not (warmed_up and is_late()):
-            step()
+    """Record at least `least` calls of `step`, and up to `most` while `seconds` last, after the first `warm_up` calls.
+
+    When it is late, the steps so far are all there are: the last one that warmed up, or the part of one that was run.
+    """
     steps: list[StepTimeline] = []
-    with recording(pipe) as record:
-        deadline = time.perf_counter() + seconds
-        while len(steps) < least or (len(steps) < most and time.perf_counter() <= deadline):
-            if steps and is_late():
-                break
-            step()
+    deadline = math.inf
+    with recording(pipe, is_late) as record:
+        while len(steps) < warm_up + least or (
+            len(steps) < warm_up + most and time.perf_counter() <= deadline
+        ):
+            if len(steps) == warm_up:
+                deadline = time.perf_counter() + seconds
+            record.clear()
+            try:
+                step()
+            except TimeIsUp as error:
+                # The frames of its traceback hold the tensors of the step.
+                traceback.clear_frames(error.__traceback__)
+                return steps[warm_up:] or steps[-1:] or [StepTimeline(tuple(record.spans()))]
             # After each step, which also waits for the events of a device: steps must not overlap in the record.
             steps.append(StepTimeline(tuple(record.spans())))
-            record.clear()
-    return steps
+    return steps[warm_up:]
 
 
 def median_step(steps: Sequence[StepTimeline]) -> StepTimeline:

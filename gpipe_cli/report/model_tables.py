@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.profiling.model_stats import ModelStats
-from gpipe_cli.profiling.records import LayerStats
+from gpipe_cli.profiling.records import FLOPS, LayerStats, LayerTimes
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_rows
 from gpipe_cli.sequential import layer_names
@@ -39,6 +39,7 @@ LAYER_COLUMNS = {
     "forward_flops": "forward FLOPs",
     "backward_flops": "backward FLOPs",
     "share": "share",
+    "source": "source",
 }
 """Keys of a row and their headings, in this order; a row has times if layers were measured, else FLOPs."""
 OPTIONAL_LAYER_COLUMNS = ("type", "bytes", "output", "partition", "parameters", "share", "saved")
@@ -65,33 +66,34 @@ MAX_SHOWN = 6
 
 
 def layer_rows(
-    layers: Sequence[LayerStats], costs: Sequence[Mapping[str, float]], balance: Sequence[int]
+    layers: Sequence[LayerStats], times: Sequence[LayerTimes], balance: Sequence[int], unit: str = "ms"
 ) -> list[dict[str, Any]]:
-    """`costs` are more columns per layer, all in one unit; the share of a layer is its part of their total."""
+    """`times` are in the unit; the share of a layer is its part of their total."""
     ends = list(accumulate(balance))
-    total = sum(sum(cost.values()) for cost in costs) or 1.0
+    total = sum(each.forward_ms + each.backward_ms for each in times) or 1.0
     return [
         {
             **asdict(layer),
-            **cost,
+            f"forward_{unit}": each.forward_ms,
+            f"backward_{unit}": each.backward_ms,
+            **({"source": each.source} if unit == "ms" else {}),
             "partition": sum(layer.index >= end for end in ends),
-            "share": sum(cost.values()) / total,
+            "share": (each.forward_ms + each.backward_ms) / total,
         }
-        for layer, cost in zip(layers, costs, strict=True)
+        for layer, each in zip(layers, times, strict=True)
     ]
 
 
 def flop_rows(stats: ModelStats, balance: Sequence[int]) -> list[dict[str, Any]]:
     """Rows of layers that were not run: FLOPs in place of times."""
-    costs = [
-        {"forward_flops": layer.forward_flops, "backward_flops": layer.backward_flops}
-        for layer in stats.operations
-    ]
-    return layer_rows(stats.layers, costs, balance)
+    flops = [LayerTimes(layer.forward_flops, layer.backward_flops, FLOPS) for layer in stats.operations]
+    return layer_rows(stats.layers, flops, balance, "flops")
 
 
 def print_layers(rows: Sequence[Row], *, sort: str, top: int | None) -> None:
     columns = [key for key in LAYER_COLUMNS if key in rows[0]]
+    if len({row.get("source") for row in rows}) == 1:
+        columns = [key for key in columns if key != "source"]
     shown = sorted(rows, key=LAYER_ORDERS[sort])[:top]
     title = (
         "layers"

@@ -170,6 +170,7 @@ def layer_facts(parts: RunParts) -> list[dict[str, Any]]:
             row |= {
                 f"forward_{unit}": phases[index].forward_ms,
                 f"backward_{unit}": phases[index].backward_ms,
+                "source": phases[index].source,
             }
         rows.append(row)
     return rows

@@ -10,14 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe_cli import GPipe
 from gpipe_cli.accelerator.devices import use_threads
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan import measured
 from gpipe_cli.plan.costs import TransferCost
 from gpipe_cli.plan.measured import MeasuredSource, MicroBatchSize, measure_link, verify_plans
 from gpipe_cli.plan.prediction import Limit, Prediction
 from gpipe_cli.plan.search import PlanShape
-from gpipe_cli.profiling import layer_times, phase_times
 from gpipe_cli.profiling.equal_layers import LayerSample
 from gpipe_cli.profiling.model_stats import ModelStats
 from gpipe_cli.profiling.records import Sample
@@ -75,23 +74,23 @@ def test_without_time_the_plain_run_is_measured_alone() -> None:
     assert _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2).prepare(_sizes(1, 4, 2), 0.0) == [4]
 
 
-def test_when_it_is_late_a_mini_batch_runs_twice_and_no_pipeline_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_when_it_is_late_a_single_layer_runs_and_no_pipeline_does() -> None:
     """A plain run so slow that its eighteen passes took longer than plan.budget was measured to the end."""
-    steps: list[Sample] = []
-    step = layer_times._step
 
-    def counted(pipe: GPipe, sample: Sample) -> None:
-        steps.append(sample)
-        step(pipe, sample)
+    class Counted(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            ran.add(self)
+            return super().forward(input)
 
-    monkeypatch.setattr(layer_times, "_step", counted)
-    monkeypatch.setattr(phase_times, "_Steps", None)
-    bench = _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2)
-    assert bench.prepare(_sizes(1, 4, 2), 0.0) == [4] and len(steps) == 2
-    costs = bench.costs(4, 1).partition(0, 2)
+    ran: set[nn.Module] = set()  # with copies that count FLOPs
+    model = nn.Sequential(*(Counted(8, 8) for _ in range(4)))
+    bench = _bench(model, 2)
+    assert bench.prepare(_sizes(1, 4, 2), 0.0) == [4] and ran & {*model} == {model[0]}
+    costs = bench.costs(4, 1).partition(0, 4)
     assert costs.forward == costs.recompute > 0
+    assert "estimated from FLOPs" in bench.origin
+    with pytest.raises(ConfigError, match="the time to plan: too short to measure a layer with FLOPs"):
+        _bench(nn.Sequential(nn.Identity(), nn.Linear(8, 8)), 2).prepare(_sizes(1), 0.0)
 
 
 def test_a_few_equal_layers_are_measured_for_all() -> None:

@@ -90,5 +90,5 @@ def test_one_partition_runs_in_the_calling_thread_as_engine_single_does() -> Non
     model = nn.Sequential(nn.Linear(8, 8), layer)
     sample = Sample(torch.randn(4, 8), torch.randn(4, 8), functional.mse_loss)
     measure_phase_times(model, sample, [2], [CPU], chunks=2)
-    layer_times(model, sample, seconds=0.0)
+    layer_times(model, sample, runs=1)
     assert layer.threads == {threading.get_ident()}

@@ -41,12 +41,12 @@ def make_module(width: int = 3) -> nn.Sequential:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """For how many seconds layers were measured, each time they were."""
+    """A 1 for each time that layers were measured."""
     calls: list[float] = []
 
-    def watched(module: nn.Sequential, sample: Sample, *, seconds: float, **_: object) -> Any:
-        calls.append(seconds)
-        return layer_times(module, sample, seconds=0, repeats=1)
+    def watched(module: nn.Sequential, sample: Sample, **_: object) -> Any:
+        calls.append(1)
+        return layer_times(module, sample, runs=1)
 
     monkeypatch.setattr(profile_cache, "layer_times", watched)
     return calls
@@ -63,8 +63,8 @@ def drift(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_what_was_measured_once_is_reused_and_said(tmp_path: Path, measured: list[float]) -> None:
     first, second = ProfileCache(tmp_path), ProfileCache(tmp_path)
-    times = first.times(make_module(), SAMPLE, seconds=1)
-    assert second.times(make_module(), SAMPLE, seconds=1) == times
+    times = first.times(make_module(), SAMPLE)
+    assert second.times(make_module(), SAMPLE) == times
     assert measured == [1]
     assert first.origin.startswith("layers measured in ")
     assert second.origin.endswith("took 1.00 x the cached time; balance.cache=false measures them again")
@@ -72,14 +72,14 @@ def test_what_was_measured_once_is_reused_and_said(tmp_path: Path, measured: lis
 
 
 def test_a_model_without_storage_reuses_and_cannot_be_measured(tmp_path: Path, measured: list[float]) -> None:
-    times = ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    times = ProfileCache(tmp_path).times(make_module(), SAMPLE)
     with torch.device("meta"):
         sketch, wider = make_module(), make_module(5)
     reused = ProfileCache(tmp_path, reuse=False)
-    assert reused.times(sketch, SAMPLE, seconds=1) == times
+    assert reused.times(sketch, SAMPLE) == times
     assert " reused unchecked, since nothing is run here" in reused.origin
     with pytest.raises(ConfigError, match="balance=time: nothing is run here"):
-        ProfileCache(tmp_path).times(wider, SAMPLE, seconds=1)
+        ProfileCache(tmp_path).times(wider, SAMPLE)
 
 
 @pytest.mark.parametrize("ratio", [1.9, 1.16, 1.14, 1.0, 0.86, 0.84, 0.5, float("inf")])
@@ -87,10 +87,10 @@ def test_cached_times_are_confirmed_or_measured_again_on_a_machine_that_was_load
     tmp_path: Path, measured: list[float], drift: list[float], ratio: float
 ) -> None:
     """Times that were cached on a loaded machine misled later plans."""
-    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE)
     profiles = ProfileCache(tmp_path)
     drift[:] = [ratio]
-    profiles.times(make_module(), SAMPLE, seconds=1)
+    profiles.times(make_module(), SAMPLE)
     found = f"layer '0' took {ratio:.2f} x the cached time"
     if 0.85 < ratio < 1.15:
         assert measured == [1] and profiles.outdated == []
@@ -105,7 +105,7 @@ def test_a_measurement_that_ended_early_serves_a_run_of_the_same_length_only(
     tmp_path: Path, measured: list[float]
 ) -> None:
     """A dry run measured as briefly as its run would, and the run then measured again."""
-    ProfileCache(tmp_path).measured_times(make_module(), SAMPLE, seconds=100, repeats=9)
+    ProfileCache(tmp_path).measured_times(make_module(), SAMPLE, 100, 9)
     assert ProfileCache(tmp_path).stored_times(make_module(), SAMPLE, 100, 9) is not None
     assert ProfileCache(tmp_path).stored_times(make_module(), SAMPLE, 100, 10) is None
     assert ProfileCache(tmp_path).stored_times(make_module(), SAMPLE, 100) is None
@@ -120,12 +120,12 @@ def test_the_cache_notes_how_busy_the_machine_was(
     noted: str,
 ) -> None:
     monkeypatch.setattr(profile_cache, "load_per_core", lambda: load)
-    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE)
     (path,) = tmp_path.iterdir()
     document = json.loads(path.read_text())
     assert document["load"] == load
     again = ProfileCache(tmp_path)
-    again.times(make_module(), SAMPLE, seconds=1)
+    again.times(make_module(), SAMPLE)
     assert again.origin.startswith(f"cached times of {document['measured']}{noted} confirmed: ")
 
 
@@ -144,17 +144,17 @@ def test_the_cache_notes_how_busy_the_machine_was(
 def test_whatever_changes_the_time_is_measured_anew(
     tmp_path: Path, measured: list[float], module: nn.Sequential, sample: Sample
 ) -> None:
-    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
-    ProfileCache(tmp_path).times(module, sample, seconds=1)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE)
+    ProfileCache(tmp_path).times(module, sample)
     assert measured == [1, 1]
 
 
 def test_so_do_autocast_and_threads(tmp_path: Path, measured: list[float]) -> None:
-    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+        ProfileCache(tmp_path).times(make_module(), SAMPLE)
     torch.set_num_threads(2)
-    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE)
     assert measured == [1, 1, 1]
 
 
@@ -222,15 +222,17 @@ def test_so_does_the_source_of_a_class_of_the_users(tmp_path: Path, monkeypatch:
 
 
 def test_a_short_measurement_does_not_stand_for_a_long_one(tmp_path: Path, measured: list[float]) -> None:
-    for seconds in (1, 2, 1):
-        ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=seconds)
-    assert measured == [1, 2]
+    ProfileCache(tmp_path).measured_times(make_module(), SAMPLE, 2.0)
+    found = [
+        ProfileCache(tmp_path).stored_times(make_module(), SAMPLE, seconds) for seconds in (1.0, 2.0, 3.0)
+    ]
+    assert [times is not None for times in found] == [True, True, False]
 
 
 def test_without_reuse_times_are_measured_and_kept(tmp_path: Path, measured: list[float]) -> None:
-    ProfileCache(tmp_path, reuse=False).times(make_module(), SAMPLE, seconds=1)
-    ProfileCache(tmp_path, reuse=False).times(make_module(), SAMPLE, seconds=1)
-    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path, reuse=False).times(make_module(), SAMPLE)
+    ProfileCache(tmp_path, reuse=False).times(make_module(), SAMPLE)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE)
     assert measured == [1, 1]
 
 
@@ -254,7 +256,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "too few layers": edited(lambda document: document["numbers"].pop()),
     "words": edited(lambda document: document["numbers"].__setitem__(0, ["a", 1])),
     "negative": edited(lambda document: document["numbers"].__setitem__(0, [-1, 1])),
-    "infinite": lambda text: text.replace('"seconds": 1', '"seconds": Infinity'),
+    "infinite": lambda text: text.replace('"seconds": 0.0', '"seconds": Infinity'),
     "not a number": edited(lambda document: document["numbers"].__setitem__(0, [float("nan"), 1])),
     "no date": edited(lambda document: document.update(measured=5)),
     "huge": lambda text: text + " " * (profile_cache.MAX_BYTES + 1),
@@ -265,15 +267,15 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 def test_a_damaged_or_hostile_file_is_ignored_and_said(
     tmp_path: Path, measured: list[float], damage: Callable[[str], str]
 ) -> None:
-    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE)
     (path,) = tmp_path.iterdir()
     path.write_text(damage(path.read_text()))
     messages: list[str] = []
-    times = ProfileCache(tmp_path, warn=messages.append).times(make_module(), SAMPLE, seconds=1)
+    times = ProfileCache(tmp_path, warn=messages.append).times(make_module(), SAMPLE)
     assert measured == [1, 1] and len(times) == 2
     assert len(messages) == 1 and f"{path} is not a measurement and is ignored: " in messages[0]
     # What took its place is sound again.
-    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE)
     assert measured == [1, 1]
 
 
@@ -291,7 +293,7 @@ def test_no_document_is_taken_for_times_that_is_none(document: Any) -> None:
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, measured: list[float]) -> None:
     (tmp_path / "file").write_text("")
     messages: list[str] = []
-    times = ProfileCache(tmp_path / "file", warn=messages.append).times(make_module(), SAMPLE, seconds=1)
+    times = ProfileCache(tmp_path / "file", warn=messages.append).times(make_module(), SAMPLE)
     assert isinstance(times[0], LayerTimes)
     assert any("cannot store the measurement for the next run" in line for line in messages)
 
@@ -345,6 +347,7 @@ def test_the_layer_whose_time_contains_the_loss_is_left_out(monkeypatch: pytest.
     running(monkeypatch, *[[1.0, 10.0]] * 3)
     assert recheck_layers(layers(2), WITH_LOSS, [1.0, 20.0]).tolerable
     assert not recheck_layers(layers(2), WITHOUT_LOSS, [1.0, 20.0]).tolerable
+    running(monkeypatch, [1.0])
     assert recheck_layers(layers(1), WITH_LOSS, [1.0]).what == "layer '0'"
 
 
