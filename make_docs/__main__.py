@@ -7,12 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from gpipe_cli.config.schema import GROUPS
 from make_docs import partitions, python_api, reference, schedules
 
 DOCS = Path(__file__).parent.parent / "docs"
 PICTURES = "concepts/pictures"
 PAGES: dict[str, Callable[[], str]] = {
     "reference/keys.md": reference.keys_page,
+    **{f"reference/keys/{group}.md": partial(reference.group_page, group) for group in GROUPS},
+    "reference/recipes.md": reference.recipes_page,
     "reference/commands.md": reference.commands_page,
     "reference/python.md": python_api.python_page,
     f"{PICTURES}/partitions.svg": partitions.draw_partitions,

@@ -1,6 +1,6 @@
-"""The pages docs/reference/: every key of the schema and of each option, every command, flag and exit code.
+"""The pages docs/reference/: every key of the schema and of each option, recipe, command, flag and exit code.
 
-Both pages read what `gpipe --help` reads, so the two cannot differ.
+The pages read what `gpipe --help` reads, so they cannot differ from it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ def keys_page() -> str:
     parts = [
         GENERATED,
         INTRODUCTION,
-        "## Keys of the commands",
-        _commands_table(),
         "## Groups",
         _groups_table(),
-        *(part for group in GROUPS for part in _group(group)),
-        *_recipes(),
+        "## Keys of the commands",
+        _commands_table(),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -87,7 +85,7 @@ def _groups_table() -> str:
     for group in GROUPS:
         users = [command for command in SCHEMAS if group in chosen_options(command)]
         meaning = config_keys(users[0])[group].meaning
-        rows.append([f"[`{group}`](#{group})", _defaults(group, users), _users(users), meaning])
+        rows.append([f"[`{group}`](keys/{group}.md)", _defaults(group, users), _users(users), meaning])
     return table(["group", "default", "commands", "meaning"], rows)
 
 
@@ -106,14 +104,16 @@ def _defaults(group: str, commands: list[str]) -> str:
     return "; ".join(f"{code(option)} ({', '.join(users)})" for option, users in by_option.items())
 
 
-def _group(group: str) -> list[str]:
+def group_page(group: str) -> str:
     options = list_options(group)
     descriptions = table(
         ["option", "what it is"], [[code(option.name), _description(option)] for option in options]
     )
     rows = _option_rows(group, options)
     keys = [table(["key", "default", "options", "meaning"], rows)] if rows else []
-    return [f"### {group}", descriptions, *keys]
+    user = next(command for command in SCHEMAS if group in config_keys(command))
+    parts = [GENERATED, f"# Keys of {group}", config_keys(user)[group].meaning, descriptions, *keys]
+    return "\n\n".join(parts) + "\n"
 
 
 def _option_rows(group: str, options: list[Option]) -> list[list[str]]:
@@ -152,10 +152,11 @@ def _description(option: Option) -> str:
     return f"{option.description} ({facts})" if facts else option.description
 
 
-def _recipes() -> list[str]:
+def recipes_page() -> str:
     takers = ", ".join(command for command in SCHEMAS if "recipe" in config_keys(command))
-    return [
-        "## Recipes",
+    parts = [
+        GENERATED,
+        "# Recipes",
         f"Complete runs for `gpipe {takers}`: `recipe=<name>`. Copy one with `gpipe cp recipe/<name> <file>`. Those "
         "for two CPU cores are tested. Those for 8 GPUs are torchgpipe's benchmarks, with the figures that torchgpipe "
         "published; we have not run them. `recipe.scale=small` trains them at a size for two CPU cores: it is tested.",
@@ -164,6 +165,7 @@ def _recipes() -> list[str]:
             [[code(recipe.name), recipe.description] for recipe in list_options("recipes")],
         ),
     ]
+    return "\n\n".join(parts) + "\n"
 
 
 def commands_page() -> str:
