@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_cli import GPipe, current_microbatch, register_layer_logging_hooks
 from gpipe_cli.pipeline.gpipe import plain_pipe
+from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.torch_internals.keyed_random import UnkeyedRandomError
 
 
@@ -109,20 +112,46 @@ def test_the_same_seed_gives_the_same_masks_whatever_the_partitions(
     assert torch.equal(*outputs)
 
 
-def test_checkpointing_inside_a_layer_that_draws_is_refused() -> None:
-    """torch.utils.checkpoint restores the default generator, which the forward did not draw from."""
+class OwnCheckpoint(nn.Module):
+    """Draws before, inside, between and after checkpoints of its own."""
 
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    def __init__(self, run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(nn.Dropout(0.2), nn.Linear(8, 8), nn.Dropout(0.3)) for _ in "ab"
+        )
+        self.run = run
 
-        def forward(self, input: Tensor) -> Tensor:
-            return torch_checkpoint(self.block, input, use_reentrant=False)
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.run(self.first, nn.functional.dropout(input, 0.1))
+        return nn.functional.dropout(self.run(self.second, nn.functional.dropout(hidden, 0.2)), 0.4)
 
-    pipe = GPipe(nn.Sequential(nn.Linear(4, 4), Own()), [1, 1], chunks=2, checkpoint="never")
-    with pipe, pytest.raises(UnkeyedRandomError, match=r"random numbers inside torch\.utils\.checkpoint"):
-        pipe(torch.ones(4, 4))
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_checkpoints_inside_a_layer_draw_the_numbers_of_a_layer_without(
+    reentrant: bool, mode: Checkpoint, schedule: str
+) -> None:
+    """torch.utils.checkpoint restores the default generator, which the forward did not draw from: it was refused."""
+
+    def trained(run: Callable[..., Tensor], balance: list[int], mode: Checkpoint) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), OwnCheckpoint(run), OwnCheckpoint(run))
+        with GPipe(model, balance, chunks=3, schedule=schedule, checkpoint=mode) as pipe:
+            pipe.step(torch.ones(6, 8), torch.zeros(6, 8), nn.functional.mse_loss, key=1)
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    plain = trained(lambda function, input: function(input), [3], "never")
+    repeated = trained(partial(torch_checkpoint, use_reentrant=reentrant), [2, 1], mode)
+    assert len(plain) == 10 and all(map(torch.equal, plain, repeated))
+
+
+def test_a_checkpoint_inside_a_layer_that_would_draw_other_numbers_is_refused() -> None:
+    run = partial(torch_checkpoint, use_reentrant=False, preserve_rng_state=False)
+    pipe = GPipe(nn.Sequential(nn.Linear(8, 8), OwnCheckpoint(run)), [1, 1], chunks=2, checkpoint="never")
+    with pipe, pytest.raises(UnkeyedRandomError, match=r"Remove preserve_rng_state=False"):
+        pipe(torch.ones(4, 8)).sum().backward()
 
 
 def test_checkpointing_inside_a_layer_that_does_not_draw_is_fine() -> None:

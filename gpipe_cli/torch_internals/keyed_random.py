@@ -10,6 +10,9 @@ longer reaches composite kernels, and every operator would pay for it.
 
 Fused attention takes no generator and draws from the default one of its device. That gets the state of the thread's
 generator for the time of the call, so the fast kernels stay in use.
+
+torch.utils.checkpoint inside a layer repeats a forward with `torch.get_rng_state` and `torch.set_rng_state`. In a
+thread that draws keyed numbers, these have the state of its generator.
 """
 
 from __future__ import annotations
@@ -111,6 +114,23 @@ class KeyedRandom:
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator that the running source draws from on `device`."""
+        generator = self._generator(device)
+        if device not in self._seeded:
+            if self.source is BACKWARD:
+                _refuse_in_checkpoint()
+            self._seeded.add(device)
+        return generator
+
+    def state(self, device: torch.device) -> Tensor:
+        """The state that the running source draws from on `device`."""
+        return self._generator(device).get_state()
+
+    def set_state(self, state: Tensor, device: torch.device) -> None:
+        self._generator(device).set_state(state)
+        self._seeded.add(device)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """With the seed of the running source until it has drawn or its state is set."""
         source = self._drawing_source()
         if self._seeded_for != source:
             self._seeded_for = source
@@ -119,9 +139,7 @@ class KeyedRandom:
         if generator is None:
             generator = self._generators[device] = torch.Generator(device)
         if device not in self._seeded:
-            _refuse_in_checkpoint()
             generator.manual_seed(self._seed_of(source))
-            self._seeded.add(device)
         return generator
 
     @contextlib.contextmanager
@@ -132,15 +150,15 @@ class KeyedRandom:
         # The state of a generator is in host memory, and a kernel gets its part of it when it is queued: nothing here
         # waits for the device. Only workers on one device wait for each other.
         with _default_locks.setdefault(device, threading.Lock()):
-            outside = module.get_rng_state(device)
-            module.set_rng_state(generator.get_state(), device)
             self._default_on = device
+            outside = module.get_rng_state(device)
             try:
+                module.set_rng_state(generator.get_state(), device)
                 yield
             finally:
-                self._default_on = None
                 generator.set_state(module.get_rng_state(device))
                 module.set_rng_state(outside, device)
+                self._default_on = None
 
     def is_default(self, device: torch.device) -> bool:
         """Whether the thread is inside `as_default`: a kernel may call other random operators."""
@@ -162,16 +180,16 @@ class KeyedRandom:
 
 
 def _refuse_in_checkpoint() -> None:
-    """torch.utils.checkpoint repeats a forward by restoring the default generators, which nothing here draws
-    from: the recomputed mask would be another one, and nobody would notice.
+    """A recompute inside a layer that has not set the state of its forward: its mask would be another one, and nobody
+    would notice.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
         frame = frame.f_back
     if frame is not None:
         raise UnkeyedRandomError(
-            "a layer draws random numbers inside torch.utils.checkpoint, which cannot draw the same numbers for "
-            "backward. Use the pipe's own checkpoint= instead"
+            "a layer draws random numbers inside torch.utils.checkpoint with preserve_rng_state=False, so its backward "
+            "would use others than its forward. Remove preserve_rng_state=False"
         )
 
 
@@ -191,6 +209,43 @@ def _register_kernels() -> None:
             kernel = functools.partial(_dispatch, op, _kernel(op))
             kernels.impl(op, kernel, with_keyset=True)  # type: ignore[no-untyped-call]
         _libraries.extend((fallthrough, kernels))
+        accelerator = torch.accelerator.current_accelerator()
+        for kind in ("cpu",) if accelerator is None else ("cpu", accelerator.type):
+            _key_states(kind)
+
+
+def _key_states(kind: str) -> None:
+    """Let the functions for the state of the default generators have that of the thread's own, where it has one."""
+    module: Any = torch if kind == "cpu" else torch.get_device_module(kind)
+    get, put = module.get_rng_state, module.set_rng_state
+
+    def place(given: Any) -> torch.device:
+        device = torch.device(given)
+        needs_index = kind != "cpu" and device.index is None
+        return torch.device(kind, module.current_device()) if needs_index else device
+
+    def owner(device: torch.device) -> KeyedRandom | None:
+        random = _of_thread()
+        return None if random is None or random.is_default(device) or _traces() else random
+
+    @functools.wraps(get)
+    def get_rng_state(device: Any = kind) -> Tensor:
+        random = owner(place(device))
+        return (get() if kind == "cpu" else get(device)) if random is None else random.state(place(device))
+
+    @functools.wraps(put)
+    def set_rng_state(new_state: Tensor, device: Any = kind) -> None:
+        random = owner(place(device))
+        if random is not None:
+            random.set_state(new_state, place(device))
+        elif kind == "cpu":
+            put(new_state)
+        else:
+            put(new_state, device)
+
+    holders: list[Any] = [module, torch.random] if kind == "cpu" else [module]
+    for holder in holders:
+        holder.get_rng_state, holder.set_rng_state = get_rng_state, set_rng_state
 
 
 def _random_operators() -> Iterator[OpOverload]:

@@ -146,7 +146,7 @@ class Residual(nn.Module):
 class OwnCheckpoint(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh())
 
     def forward(self, input: Tensor) -> Tensor:
         return checkpoint(self.block, input, use_reentrant=False)

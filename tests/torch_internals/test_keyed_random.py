@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import mse_loss
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_cli.pipeline.gpipe import plain_pipe
@@ -22,7 +21,6 @@ from gpipe_cli.torch_internals.keyed_random import (
     BACKWARD,
     PROBABILITIES,
     KeyedRandom,
-    UnkeyedRandomError,
     _random_operators,
     _with_generator,
 )
@@ -296,13 +294,18 @@ def test_a_generator_of_the_layers_own_is_used_and_told() -> None:
     assert set(reports) == {"a torch.Generator of its own"}
 
 
-def test_a_draw_inside_torchs_own_checkpoint_is_refused_since_it_could_not_be_repeated() -> None:
-    input = torch.ones(4, requires_grad=True)
+def test_a_layer_can_save_and_restore_the_state_that_it_draws_from() -> None:
+    default = torch.get_rng_state()
     with keyed():
-        for reentrant in (False, True):
-            with pytest.raises(UnkeyedRandomError, match=r"the pipe's own checkpoint= instead"):
-                checkpoint(functional.dropout, input, 0.5, use_reentrant=reentrant)
-        checkpoint(torch.sin, input, use_reentrant=False)
+        first = torch.rand(4)
+        state = torch.get_rng_state()
+        second = torch.rand(4)
+        torch.set_rng_state(state)
+        assert torch.equal(torch.rand(4), second) and not torch.equal(first, second)
+        with torch.random.fork_rng(devices=[]):
+            third = torch.rand(4)
+        assert torch.equal(torch.rand(4), third)
+    assert torch.equal(torch.get_rng_state(), default)
 
 
 @pytest.mark.slow
