@@ -72,6 +72,7 @@ def build(
             f"model.new_head=true: is for weights of a classifier, and this is task={task} init={init}"
         )
     _turn_off_caches(config)
+    _turn_off_checkpoints(config, path, say)
     check_input_shape(task, path, input_shape)
     if task in CLASSIFICATION:
         check_whole_number("model.num_classes", num_classes, least=1)
@@ -119,9 +120,25 @@ def _trained_whole(model: nn.Module, task: str, init: str) -> list[str]:
 
 def _turn_off_caches(config: Any) -> None:
     """Training has no use for the keys and values of earlier tokens, and a pipeline could not carry them."""
-    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+    for part in _parts(config):
         if hasattr(part, "use_cache"):
             part.use_cache = False
+
+
+def _turn_off_checkpoints(config: Any, path: str, say: Callable[[str], None]) -> None:
+    asking = [part for part in _parts(config) if getattr(part, "gradient_checkpointing", False)]
+    for part in asking:
+        part.gradient_checkpointing = False
+    if asking:
+        say(f"model.path={path}: checkpoint= replaces gradient_checkpointing of config.json")
+
+
+def _parts(config: Any) -> list[Any]:
+    """A configuration and the ones in it, such as of the text and the image part of a model."""
+    return [
+        config,
+        *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None),
+    ]
 
 
 def model_class(config: Any, task: str | None, path: str) -> tuple[str, type[Any]]:

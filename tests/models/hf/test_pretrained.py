@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,16 @@ def test_the_dtype_is_float32_unless_another_is_asked_for(tmp_path: Path) -> Non
         reference = transformers().AutoModelForCausalLM.from_pretrained(path, dtype=expected)
         assert all(map(torch.equal, reference.parameters(), model.parameters()))
         assert {parameter.dtype for parameter in model.parameters()} == {expected}
+
+
+def test_a_configuration_that_asks_for_checkpoints_is_told_what_replaces_them(tmp_path: Path) -> None:
+    save_model(tmp_path, LM, tiny_config())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "gradient_checkpointing": True}))
+    said: list[str] = []
+    model = build(str(tmp_path), num_classes=64, say=said.append)
+    assert said == [f"model.path={tmp_path}: checkpoint= replaces gradient_checkpointing of config.json"]
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
 
 
 def test_a_directory_with_a_configuration_alone_can_be_trained_from_scratch(tmp_path: Path) -> None:
