@@ -139,7 +139,7 @@ class HalfPrecisionOptimizer(torch.optim.Optimizer):
 
     def _generator(self, parameter: nn.Parameter) -> torch.Generator:
         """Seeded by the step and the name of the parameter."""
-        text = f"{self.param_groups[0][RANDOM_KEY]} {self._names.get(parameter, '')}"
+        text = f"{self.param_groups[0][RANDOM_KEY]} {self._names[parameter]}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return torch.Generator(parameter.device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -187,8 +187,9 @@ def round_stochastically(value: Tensor, dtype: torch.dtype, generator: torch.Gen
         0, 1 << bits, value.shape, dtype=torch.int32, device=value.device, generator=generator
     )
     # The numbers between two neighbours of the dtype differ in the dropped bits alone, and are as far apart as these
-    # bits tell. Adding random ones carries into the others with the right probability.
+    # bits tell. Adding random ones carries into the others with the right probability, but must not turn nan into zero.
     rounded = (value.contiguous().view(torch.int32) + random).bitwise_and_(-(1 << bits)).view(torch.float32)
+    rounded = rounded.where(value.isfinite(), value)
     if dtype == torch.bfloat16:
         return rounded
     share = random.float().div_(1 << bits)

@@ -27,7 +27,8 @@ from tests.distributed.tasks import make
 CPU = torch.device("cpu")
 MOMENTUM = "SGD with momentum"
 AVERAGED = " in groups, averaged"
-"""Follows the name of an optimizer."""
+ROUNDED = " rounding stochastically"
+"""Each follows the name of an optimizer."""
 THERE_AND_BACK = "there and back"
 """In place of the name of a schedule: two partitions per rank, there and back, some backwards whole and some split."""
 
@@ -75,7 +76,7 @@ class Case:
 
     def objective(self, loss: Any, model: nn.Sequential | None = None) -> TrainingObjective:
         options = {"momentum": 0.9, "nesterov": True} if self.optimizer == MOMENTUM else {}
-        kind = getattr(torch.optim, self.optimizer.removesuffix(AVERAGED).partition(" ")[0])
+        kind = getattr(torch.optim, self.optimizer.partition(" ")[0])
         make_optimizer: Any = partial(kind, lr=0.0, **options)
         if model is not None and self.optimizer.endswith(AVERAGED):
             node = {"_target_": "torch.optim.AdamW", "lr": 0.0, "weight_decay": 0.1, "no_decay": ["bias"]}
@@ -83,6 +84,9 @@ class Case:
             make_optimizer = optimizer_factory(
                 TrainConfig(optimizer={**node, "groups": groups}, ema=0.5), model
             )
+        if model is not None and self.optimizer.endswith(ROUNDED):
+            node = {"_target_": f"torch.optim.{kind.__name__}", "lr": 0.0, "rounding": "stochastic"}
+            make_optimizer = optimizer_factory(TrainConfig(optimizer=node), model)
         return TrainingObjective(loss, loss.measure, make_optimizer, self.clip, self.precision)
 
     def alone(self, device: torch.device = CPU) -> Engine:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 
@@ -110,5 +111,7 @@ def _run_case(case: Case, ranks: int) -> tuple[CaseResult, dict[str, Any]]:
     of_optimizer = engine._parameters.state(()).optimizer
     notes["optimizer_bytes"] = sum(tensor.nbytes for tensor in of_optimizer.values())
     own = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
-    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in own.values())).hexdigest()
+    # numpy has no bfloat16.
+    content = b"".join(tensor.flatten().view(torch.uint8).numpy().tobytes() for tensor in own.values())
+    digest = hashlib.sha256(content).hexdigest()
     return result, {**notes, "recomputed": recomputed, "own": digest}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_cli.losses.cross_entropy import CrossEntropy, TokenCrossEntropy
 from gpipe_cli.losses.dice import Dice
@@ -60,6 +61,11 @@ def tied(rows: int) -> Task:
 def tied_without_dropout(rows: int) -> Task:
     model = gpt.build(16, 2, 2, num_classes=11, input_shape=(9,))
     return Task(model, torch.randint(11, (rows, 9)), torch.randint(11, (rows, 9)), TokenCrossEntropy())
+
+
+def tied_in_bfloat16(rows: int) -> Task:
+    task = tied(rows)
+    return replace(task, model=task.model.bfloat16())
 
 
 @skippable(stash=["early", "nothing"])
@@ -166,6 +172,20 @@ def keyword_arguments(rows: int) -> Task:
     tokens, target = torch.randint(11, (2, rows, longest)).unbind()
     input = {"input_ids": tokens * mask, "attention_mask": mask}
     return Task(model, input, target.where(mask.bool(), -100), TokenCrossEntropy())
+
+
+class OwnCheckpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.Tanh(), nn.Dropout(0.2))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return checkpoint(self.block, input, use_reentrant=False)
+
+
+def own_checkpoints(rows: int) -> Task:
+    model = nn.Sequential(nn.Linear(6, 6), OwnCheckpoint(), OwnCheckpoint(), nn.Linear(6, 3))
+    return Task(model, torch.randn(rows, 6), torch.randint(3, (rows,)), CrossEntropy())
 
 
 def frozen_start(rows: int) -> Task:
@@ -287,8 +307,10 @@ TASKS: dict[str, Callable[[int], Task]] = {
         long_skips,
         tied,
         tied_without_dropout,
+        tied_in_bfloat16,
         odd_borders,
         keyword_arguments,
+        own_checkpoints,
         frozen_start,
         normed,
         normed_rows,

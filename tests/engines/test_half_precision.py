@@ -53,6 +53,27 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours_and_is_right_on_ave
     assert len(found) == 1 or abs(rounded.double().mean().item() - value) <= 6 * spacing * 0.5 / 64
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_rounding_leaves_no_number_for_what_is_none(dtype: torch.dtype) -> None:
+    # The nan of CUDA has all bits set, to which adding random bits gave zero.
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800000, -0x800000], dtype=torch.int32)
+    rounded = round_stochastically(bits.view(torch.float32), dtype, torch.Generator().manual_seed(0))
+    assert rounded[0].isnan() and rounded[1:].tolist() == [float("inf"), -float("inf")]
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+def test_the_kernel_of_the_optimizer_updates_in_float32(options: dict[str, bool]) -> None:
+    weights = [nn.Parameter(torch.linspace(1, 2, 512).bfloat16()) for _ in range(2)]
+    for weight, keys in zip(weights, ({"foreach": False}, options), strict=True):
+        module = nn.Sequential(nn.ParameterList([weight]))
+        optimizer = factory(module, **keys)([("weight", weight)])
+        for step in range(3):
+            optimizer.param_groups[0].update({"lr": 1e-3, half_precision.RANDOM_KEY: step})
+            weight.grad = torch.linspace(-1, 1, 512).bfloat16()
+            optimizer.step()
+    assert torch.allclose(*weights, rtol=2.0**-7) and weights[0].dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_small_updates_reach_bfloat16_weights_and_rounding_to_nearest_loses_them(way: dict[str, Any]) -> None:
     def moved(**keys: Any) -> float:

@@ -23,7 +23,7 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.update import Update
 from gpipe_cli.pipeline.gpipe import plain_pipe
 from gpipe_cli.pipeline.layer import replica_key
-from tests.distributed.cases import AVERAGED, MOMENTUM, THERE_AND_BACK, Case, CaseResult, run
+from tests.distributed.cases import AVERAGED, MOMENTUM, ROUNDED, THERE_AND_BACK, Case, CaseResult, run
 from tests.distributed.rank_pool import load_notes, load_result, load_whole, run_cases
 from tests.distributed.tasks import make
 
@@ -68,6 +68,7 @@ SHARDED = {
             resumed=1,
             optimizer=f"AdamW{AVERAGED}",
         ),
+        Case("tied_in_bfloat16", "1f1b", replicas=2, chunks=2, optimizer=f"AdamW{ROUNDED}"),
     ],
 }
 """Each runs with and without shard=optimizer."""
@@ -91,6 +92,8 @@ EQUAL = {
         Case("frozen_norms", "1f1b", "always", deferred=True),
         Case("perceptron", "1f1b", precision="fp16"),
         Case("normed_rows", "1f1b", "except_last", rows=(10, 6, 5, 2), least_rows=2),
+        Case("own_checkpoints", "zero_bubble", "except_last"),
+        Case("tied_in_bfloat16", "interleaved", rows=(4, 4), resumed=1, optimizer=f"AdamW{ROUNDED}"),
         RESUMED,
         Case("perceptron", THERE_AND_BACK, "except_last"),
         Case("long_skips", THERE_AND_BACK, "always", rows=(4,)),
