@@ -48,7 +48,7 @@ class LogConfig:
 @dataclass
 class SnapshotConfig:
     every: Any = "epoch"
-    keep: int = 3
+    keep: int | None = None
     monitor: str | None = "loss"
 
 

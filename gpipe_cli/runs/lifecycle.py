@@ -53,7 +53,7 @@ from gpipe_cli.runs.launch_record import (
     write_launch,
     write_settings,
 )
-from gpipe_cli.runs.reader import OUTCOME
+from gpipe_cli.runs.reader import OUTCOME, DiskUse
 from gpipe_cli.runs.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder
 from gpipe_cli.runs.resume import (
     ResumedRun,
@@ -85,6 +85,8 @@ if TYPE_CHECKING:  # a run loads what its page needs when it begins, and the pla
     from gpipe_cli.runs.page_files import RunPage
 
 PROCESSES = "gpipe_cli.engines.processes.build"
+KEPT_IN_TRAINING = 3
+"""Snapshots besides the best one, unless snapshot.keep says how many."""
 
 
 class Do(Enum):
@@ -296,6 +298,7 @@ class Run:
         rows, workers = self._launch["partitions"], parts.partitioning.workers
         summary["partitions"] = measured_memory_rows(rows, workers, engine.peak_bytes())
         if self.world.is_rank_zero:
+            summary["run_bytes"] = DiskUse.of(self.directory).bytes
             write_summary(self.directory, summary)
         return summary
 
@@ -303,6 +306,8 @@ class Run:
     def _retention(self) -> Retention:
         snapshot = self.settings.snapshot
         every = None if snapshot.every == "epoch" else snapshot.every
+        if snapshot.keep is None:
+            return Retention(every, KEPT_IN_TRAINING, snapshot.monitor, finished=1)
         return Retention(every, snapshot.keep, snapshot.monitor)
 
     def _check_disk(self, parts: RunParts, spec: TrainSpec) -> str | None:

@@ -312,6 +312,34 @@ def as_rows(value: Any) -> list[Mapping[str, Any]]:
 
 @final
 @dataclass(frozen=True)
+class DiskUse:
+    changed: float
+    """When a file changed last, in seconds since 1970."""
+    bytes: int
+    """Of all files."""
+
+    @staticmethod
+    def of(directory: Path) -> DiskUse:
+        changed, size, left = 0.0, 0, MAX_ENTRIES
+        waiting = [str(directory)]
+        while waiting and left > 0:
+            try:
+                with os.scandir(waiting.pop()) as entries:
+                    for entry in entries:
+                        left -= 1
+                        status = entry.stat(follow_symlinks=False)
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(entry.path)
+                        else:
+                            size += status.st_size
+                            changed = max(changed, status.st_mtime)
+            except OSError:  # removed meanwhile, or not readable: what is left still has a size
+                continue
+        return DiskUse(changed, size)
+
+
+@final
+@dataclass(frozen=True)
 class RunRow:
     run: str
     state: str
@@ -366,13 +394,13 @@ def _folders(root: Path) -> Iterator[tuple[Path, set[str]]]:
 
 
 def read_row(directory: Path) -> RunRow:
-    changed, size = _changed_and_size(directory)
+    use = DiskUse.of(directory)
     files = RunReader(directory)
     try:
         state = files.state()
     except RunError as error:
         reason = str(error).removeprefix(f"{directory}: ")
-        return RunRow(str(directory), DAMAGED, changed=changed, bytes=size, note=reason)
+        return RunRow(str(directory), DAMAGED, changed=use.changed, bytes=use.bytes, note=reason)
     launch, summary, metric = files.json("launch.json"), files.json("summary.json"), files.monitor
     rows = list(files.rows(sparse=True))
     evaluations = files.evaluations(rows)
@@ -389,27 +417,7 @@ def read_row(directory: Path) -> RunRow:
         best=None if best is None else best.value,
         best_step=None if best is None else best.step,
         train_loss=as_number(trained[-1].get("loss")) if trained else None,
-        changed=changed,
-        bytes=size,
+        changed=use.changed,
+        bytes=use.bytes,
         note="; ".join([*([state.reason] if state and state.reason else []), *notes]),
     )
-
-
-def _changed_and_size(directory: Path) -> tuple[float, int]:
-    """When something in the run directory changed last, and the bytes of all its files."""
-    changed, size, left = 0.0, 0, MAX_ENTRIES
-    waiting = [str(directory)]
-    while waiting and left > 0:
-        try:
-            with os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    left -= 1
-                    status = entry.stat(follow_symlinks=False)
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    else:
-                        size += status.st_size
-                        changed = max(changed, status.st_mtime)
-        except OSError:  # removed meanwhile, or not readable: what is left still has a size
-            continue
-    return changed, size

@@ -41,7 +41,20 @@ def test_a_run_writes_everything_needed_to_repeat_and_analyse_it(tiny: Gpipe) ->
         "report.html",
     }
     assert json.loads((directory / "summary.json").read_text()) == summary
+    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    assert summary["run_bytes"] == pytest.approx(size, rel=0.2), (
+        "without the last page and the summary itself"
+    )
     assert json.loads((directory / "env.json").read_text())["torch"] == torch.__version__
+
+
+def test_a_finished_run_keeps_its_last_snapshot_only_unless_it_is_told_how_many(tiny: Gpipe) -> None:
+    def snapshots(*words: str) -> list[str]:
+        assert tiny("train", "run_dir=run", "resume=auto", "snapshot.every=2", *words).code == 0
+        return sorted(path.name[-1] for path in Path("run", "snapshots").glob("step-*"))
+
+    assert snapshots("steps=6", "snapshot.keep=null") == ["6"]
+    assert snapshots("steps=8", "snapshot.keep=2") == ["6", "8"]
 
 
 def test_metrics_have_a_row_per_logged_step_and_one_per_evaluation(tiny: Gpipe) -> None:

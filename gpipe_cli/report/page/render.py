@@ -59,6 +59,7 @@ TITLES = {
     "saved_bytes": "saved for backward",
     "parameters": "parameters",
     "parameter_bytes": "memory of parameters",
+    "run_bytes": "on disk",
 }
 """Keys of a summary and their titles, in this order; other metrics follow under their own names."""
 FEW_RUNS = 3

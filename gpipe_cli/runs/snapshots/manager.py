@@ -49,6 +49,8 @@ class Retention:
     """How many of the newest snapshots to keep."""
     monitor: str | None
     """The metric whose best evaluation is kept as well."""
+    finished: int | None = None
+    """How many of the newest to keep of a finished run; None: as many as before."""
 
     def max_snapshots(self, spec: TrainSpec) -> int:
         """How many snapshots the disk holds at most: those kept, the best one, and the one being written."""
@@ -123,6 +125,7 @@ def save_and_stop(
             if request := stops.agreed():
                 raise request
         snapshots.save_now()
+        snapshots.remove_unneeded()
     except StopRequested:  # from here, or from the batches of an evaluation that was under way
         snapshots.save_now()
         raise
@@ -207,6 +210,13 @@ class SnapshotManager:
             self._save()
         self._writer.wait()
 
+    def remove_unneeded(self) -> None:
+        """Remove, once the run has finished, what only a run that may still crash needs."""
+        path, best, keep = snapshot_path(self._run, self.position.step), self._best, self._retention.finished
+        if keep is not None:
+            self._writer.start(lambda on_chunk: self._remove_old(path, best, keep))
+            self._writer.wait()
+
     def __enter__(self) -> Self:
         return self
 
@@ -259,7 +269,7 @@ class SnapshotManager:
         def write(on_chunk: Callable[[], None]) -> None:
             write_snapshot(path, state, record, on_chunk, self._world)
             self.save_seconds = time.monotonic() - began
-            self._remove_old(path, record.best)
+            self._remove_old(path, record.best, self._retention.keep)
 
         self._writer.start(write)
         if state.fetch is not None:  # it reads tensors that even an evaluation moves
@@ -283,14 +293,14 @@ class SnapshotManager:
             self._writer.wait()
             self._in_place = False
 
-    def _remove_old(self, newest: Path, best: BestEvaluation | None) -> None:
+    def _remove_old(self, newest: Path, best: BestEvaluation | None, keep: int) -> None:
         """best: as of `newest`; by now training may know a better evaluation whose snapshot is not written yet."""
         best_path = None if best is None else snapshot_path(self._run, best.step)
         old: list[Path] = []
         if (
             self._world.is_rank_zero
         ):  # it decides for all: what others see of a shared file system may be a moment old
-            old = [path for path in snapshot_paths(self._run)[self._retention.keep :] if path != best_path]
+            old = [path for path in snapshot_paths(self._run)[keep:] if path != best_path]
         if not self._world.run_together(lambda: bool(old))[0]:
             return
         self._world.run_together(lambda: self._verify_own(newest))

@@ -96,6 +96,19 @@ def test_the_newest_and_the_best_stay(tmp_path: Path, monitor: str, values: list
     assert steps(tmp_path) == [best, 8]
 
 
+@pytest.mark.parametrize(("finished", "left"), [(None, [2, 4, 6, 8]), (1, [2, 8]), (2, [2, 6, 8])])
+def test_a_finished_run_keeps_the_last_snapshots_and_the_best_one(
+    tmp_path: Path, finished: int | None, left: list[int]
+) -> None:
+    with keeping(tmp_path, Retention(None, 3, "loss", finished)) as (snapshots, follow):
+        for step in (2, 4, 6, 8):
+            follow(trained(step), evaluated(step, step))
+        snapshots.save_now()
+        assert steps(tmp_path) == [2, 4, 6, 8]
+        snapshots.remove_unneeded()
+    assert steps(tmp_path) == left
+
+
 def test_an_evaluation_that_is_the_best_is_saved_in_between(tmp_path: Path) -> None:
     with keeping(tmp_path, Retention(100, 9, "loss")) as (_, follow):
         follow(trained(2), evaluated(2, 1.0), trained(4), evaluated(4, 2.0), trained(6), evaluated(6, 0.5))
