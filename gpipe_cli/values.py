@@ -21,6 +21,8 @@ IGNORED_LABEL = -100
 """Marks a label that losses and metrics leave out, such as that of a token of padding; torch uses the same number."""
 POSITIONS = "position_ids"
 """The argument of a model with the place of each token in its document, where several documents share a sample."""
+FACTORS = "factors"
+"""The attribute of an output that the loss has yet to multiply: the tensors that it multiplies it with."""
 LOWER_IS_BETTER = ("loss", "error", "bits_per_token", "perplexity")
 """A metric whose name ends like this is best when it is smallest; any other when it is largest."""
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")

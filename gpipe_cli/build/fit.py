@@ -26,6 +26,7 @@ from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.config.targets import current_name
 from gpipe_cli.data.loading import replica_part
 from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.losses.blocks import blocked_linear
 from gpipe_cli.losses.cross_entropy import TokenCrossEntropy
 from gpipe_cli.losses.measures import Measure, main_scores, predicts_numbers
 from gpipe_cli.pipeline.microbatch import micro_batches
@@ -65,7 +66,9 @@ def check_task(settings: ModelConfig, loader: BatchLoader, model: nn.Sequential)
     if numbers is False:
         if type(loss).__module__.startswith("gpipe_cli."):
             loss(output, map_tensors(meta_like, target))  # raises DataError if the shapes do not fit
-        _check_class_count(loader, scores.shape[-1 if isinstance(loss, TokenCrossEntropy) else 1])
+        blocked = blocked_linear(model)
+        classes = scores.shape[-1 if isinstance(loss, TokenCrossEntropy) else 1]
+        _check_class_count(loader, classes if blocked is None else blocked.out_features)
     if isinstance(settings, TrainConfig) and settings.snapshot.monitor not in (None, "loss"):
         _check_monitor(settings, metrics_of(loss), output, target)
 

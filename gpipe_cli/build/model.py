@@ -28,8 +28,10 @@ from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.losses.blocks import AUTO, NONE, BlockedLinear, automatic_block
+from gpipe_cli.losses.cross_entropy import TokenCrossEntropy
 from gpipe_cli.models.weights import LoadedWeights, load_weights
-from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.snapshots.record import BaseWeights, base_weights
@@ -38,6 +40,7 @@ from gpipe_cli.sequential.deferred import (
     DeferredParameter,
     defer_parameters,
     load_parameters,
+    meta_clone,
     move_to_meta,
 )
 from gpipe_cli.sequential.selection import FrozenParameters, freeze, tracks_statistics
@@ -149,6 +152,10 @@ def make_model(
         with recording():
             loaded = load_initial_weights(sequence, keys, build if takes_classes else None, classes)
     frozen = freeze(sequence, patterns)
+    if settings.uses_loss:
+        rows = max(loader.least_rows, -(-loader.batch_size // (settings.chunks * loader.replicas)))
+        loss = instantiate(settings.loss, "loss", settings.allow)
+        use_blocks(sequence, loss, rows * loader.traced_samples()[1][0].numel())
     if load:
         load_parameters([sequence], torch.device("cpu"))
     return ConfiguredModel(sequence, base, loaded, frozen)
@@ -167,6 +174,50 @@ def _check_positions(model: nn.Module, sample: ModelInput) -> None:
             f"data.pack=true: {type(model).__name__} takes no {POSITIONS}, so it cannot keep packed documents apart; "
             "give data.pack=false, or data.pack=joined to let them see each other"
         )
+
+
+def use_blocks(model: nn.Sequential, loss: object, tokens: int) -> None:
+    """Let the last linear layer of a model leave its scores to the loss, if `loss.block` says so.
+
+    tokens: in a micro-batch. They and the model decide, not the partitions, on which no result may depend.
+    """
+    block = getattr(loss, "block", NONE) if isinstance(loss, TokenCrossEntropy) else NONE
+    if block == NONE:
+        return
+    last = _last_linear(model[-1])
+    if last is None and block != AUTO:
+        raise ConfigError(
+            f"loss.block={block}: is for a model that returns the output of an nn.Linear as it is, and this one does "
+            "not; remove it"
+        )
+    size = block if last is None or block != AUTO else automatic_block(last, tokens)
+    if last is not None and size is not None:
+        last.__class__ = BlockedLinear
+        assert isinstance(last, BlockedLinear)
+        last.block = int(size)
+
+
+def _last_linear(layer: nn.Module) -> nn.Linear | None:
+    """The linear layer whose output the layer returns as it is."""
+    linear = {
+        name: part
+        for name, part in layer.named_modules()
+        if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward
+    }
+    return next((part for name, part in linear.items() if _returns_output_of(layer, name, part)), None)
+
+
+def _returns_output_of(layer: nn.Module, name: str, part: nn.Linear) -> bool:
+    copy = meta_clone(layer)
+    outputs: list[Any] = []
+    copy.get_submodule(name).register_forward_hook(lambda module, input, output: outputs.append(output))
+    hidden = torch.empty(1, 2, part.in_features, dtype=part.weight.dtype, device="meta")
+    try:
+        with torch.no_grad():
+            returned = tensors_of(copy(hidden))
+    except Exception:  # noqa: BLE001 - it takes another input, and computes its scores itself
+        return False
+    return len(outputs) == len(returned) == 1 and returned[0] is outputs[0]
 
 
 def build_deferred(

@@ -103,18 +103,23 @@ class RankRunner:
         return {partition.index: partition.device for partition in self._own}
 
     def forward(self, batch: MiniBatch, checkpointed_counts: Sequence[int]) -> Value:
+        state = self._run_forward(batch, None)
+        return state.joined_output() if state is not None and self._coords.has_output else ()
+
+    def loss(self, batch: MiniBatch, loss: StepLoss) -> None:
+        self._run_forward(batch, loss)
+
+    def _run_forward(self, batch: MiniBatch, loss: StepLoss | None) -> BatchState | None:
+        """None if the replica has no part of the mini-batch."""
         batch = self._of_replica(batch)
         if not batch.rows:
-            return ()
+            return None
         # Without backward any schedule does what ScheduleGPipe does, unless partitions are placed in another way.
         placed = self._coords.workers != tuple(range(self._coords.ranks))
         schedule = self._torch_schedule if placed else ScheduleGPipe
         with commit_or_discard(self._own_batch_norms):
             # No backward follows, so nothing is recomputed.
-            state = self._run(batch, schedule, None, [0] * len(checkpointed_counts))
-        if not self._coords.has_output:
-            return ()
-        return state.joined_output()
+            return self._run(batch, schedule, loss, [0] * len(self._balance), training=False)
 
     def step(self, batch: MiniBatch, loss: StepLoss, checkpointed_counts: Sequence[int]) -> None:
         rows, loss.total_weight = self._replicas.totals(batch.rows, loss.total_weight)
@@ -158,6 +163,8 @@ class RankRunner:
         loss: StepLoss | None,
         checkpointed_counts: Sequence[int],
         untied: Sequence[Untied] = (),
+        *,
+        training: bool = True,
     ) -> BatchState:
         layers = iter(untied or self._tied.untied())
         state = BatchState(
@@ -183,7 +190,7 @@ class RankRunner:
             for flush in flushes(sizes, schedule, self._coords.ranks)
         ]
         for flush, boundaries in runs:
-            self._schedule_for(flush, boundaries, training=loss is not None).run(state, flush.first)
+            self._schedule_for(flush, boundaries, training=training).run(state, flush.first)
         return state
 
     def _schedule_for(

@@ -27,6 +27,7 @@ from gpipe_cli.engines.protocol import DTYPES, Batch, BatchResult, EngineSpec, T
 from gpipe_cli.engines.state import EngineState, check_scaler
 from gpipe_cli.engines.update import Update
 from gpipe_cli.errors import NumericError
+from gpipe_cli.losses.blocks import blocked_linear, factors_of
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.pipeline.loss import called_modules, row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
@@ -93,6 +94,11 @@ class PipelineEngine:
             if self._update is None
             else TrainingLoss(self._objective, self._update.scaler, self._output_device)
         )
+        self._blocked_loss: TrainingLoss | None = None
+        """For evaluations of a model whose loss computes the scores."""
+        if blocked_linear(spec.module) is not None:
+            unscaled = torch.amp.GradScaler(enabled=False)
+            self._blocked_loss = TrainingLoss(self._objective, unscaled, self._output_device)
 
     def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> BatchResult:
         self._use_averages(False)
@@ -174,8 +180,11 @@ class PipelineEngine:
             return self._eval_step(batch)
 
     def _eval_step(self, batch: Batch) -> BatchResult:
-        weight = float(row_weights(self._objective.loss, batch[1], len(batch[1])).sum())
+        weights = row_weights(self._objective.loss, batch[1], len(batch[1]))
+        weight = float(weights.sum())
         input, target = self._to_devices(batch)
+        if self._blocked_loss is not None:
+            return self._eval_blocks(self._blocked_loss, input, target, weights)
         with self._evaluating(), self._autocast():
             output = self._pipe(input)
             # A collective, so it is called by ranks without an output too.
@@ -189,6 +198,18 @@ class PipelineEngine:
             own = BatchResult(loss, len(target), self._objective.measure(output, target), weight)
             if self._objective.observe is not None:
                 self._objective.observe(output, target)
+        return self._collectives.result(own, measured=True)
+
+    def _eval_blocks(
+        self, loss: TrainingLoss, input: ModelInput, target: Tensor, weights: Tensor
+    ) -> BatchResult:
+        """Loss and measures where the last partition runs, one micro-batch at a time."""
+        loss.begin(weights, measure=True)
+        with self._evaluating(), self._autocast():
+            total = float(self._pipe.loss(input, target, loss))
+        weight = float(weights.sum())
+        share = self._collectives.fraction_of(weight)
+        own = None if loss.sums is None else BatchResult(total * share, len(target), loss.sums, weight)
         return self._collectives.result(own, measured=True)
 
     def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:
@@ -377,7 +398,7 @@ def unscaled_loss(objective: TrainingObjective, output: Any, target: Tensor) -> 
 
 
 def _float(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in DTYPES.values() else tensor
+    return tensor.float() if tensor.dtype in DTYPES.values() and factors_of(tensor) is None else tensor
 
 
 @final

@@ -6,6 +6,7 @@ Positions with the label -100, such as padding and the prompts of a chat, are ig
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.losses.blocks import AUTO, blocked_cross_entropy, blocks_of, check_block, factors_of
 from gpipe_cli.losses.measures import (
     accuracy,
     are_pixel_scores,
@@ -65,22 +67,35 @@ class TokenCrossEntropy:
 
     predicts_numbers: ClassVar = False
     label_smoothing: float = 0.0
+    block: int | str = AUTO
+    """Of how many tokens the scores are computed at once, if the model ends in a linear layer."""
 
     def __post_init__(self) -> None:
         check_fraction("loss.label_smoothing", self.label_smoothing)
+        check_block(self.block)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         output = scores_of(output)
         fits = isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == target.shape
         expected = "scores [samples, tokens, vocabulary] and a token for each position [samples, tokens]"
         check_shapes("token_cross_entropy", expected, output, target, fits=fits)
-        return cross_entropy(output.flatten(0, 1), target.flatten(), label_smoothing=self.label_smoothing)
+        tokens, wanted, factors = output.flatten(0, 1), target.flatten(), factors_of(output)
+        if factors is not None:
+            return blocked_cross_entropy(tokens, wanted, factors, self.label_smoothing)
+        return cross_entropy(tokens, wanted, label_smoothing=self.label_smoothing)
 
     def row_weights(self, target: Tensor) -> Tensor:
         return scored_labels(target)
 
     def measure(self, output: Any, target: Tensor) -> Mapping[str, float]:
-        return token_accuracy(scores_of(output), target)
+        scores = scores_of(output)
+        factors = factors_of(scores)
+        if factors is None:
+            return token_accuracy(scores, target)
+        sums = Counter[str]()
+        for block in blocks_of(scores, target, factors):
+            sums.update(token_accuracy(*block))
+        return sums
 
 
 @final

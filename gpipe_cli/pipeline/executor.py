@@ -112,6 +112,12 @@ class Executor:
         state.bump_input_versions()
         _backward_of_inputs(state)
 
+    def loss(self, batch: MiniBatch, loss: StepLoss) -> None:
+        """Forward without backward: fill the losses of `loss`."""
+        state = self._new_state(batch, [0] * max(1, len(self.partitions)), loss)
+        with self._undone_if_it_fails():
+            self._run(state, self._orders(state).forward)
+
     @contextmanager
     def _undone_if_it_fails(self) -> Iterator[None]:
         """Run a mini-batch inside: nothing that it changed in buffers stays if it raises."""

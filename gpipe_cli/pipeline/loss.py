@@ -19,6 +19,7 @@ from torch.nn import functional
 from gpipe_cli.pipeline.context import MicroBatch, is_recomputing
 from gpipe_cli.pipeline.microbatch import Batch, Value, tensors_of
 from gpipe_cli.pytree import map_tensors, unflatten
+from gpipe_cli.values import FACTORS
 
 LossFunction = Callable[[Any, Any], Tensor]
 Reduction: TypeAlias = Literal["mean", "sum"]
@@ -111,8 +112,6 @@ class StepLoss:
     ) -> None:
         """given: the loss of the caller, which `function` calls and which may be a `WeighingLoss`."""
         _check_reduction(given, reduction)
-        if not torch.is_grad_enabled():
-            raise RuntimeError("step computes gradients and cannot run under no_grad: call the pipe instead")
         batch = Batch(target, "target")
         if batch.rows != rows:
             raise ValueError(
@@ -154,8 +153,9 @@ class StepLoss:
 
 
 def _zero(output: Value, loss: Tensor) -> Tensor:
-    """Zero, with zeros as the gradients of the output."""
-    trained = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    """Zero, with zeros as the gradients of the output and of what the loss multiplies it with."""
+    tensors = [each for tensor in tensors_of(output) for each in (tensor, *getattr(tensor, FACTORS, ()))]
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
     return sum((tensor.flatten()[:0].sum().to(loss.dtype) for tensor in trained), start=loss.new_zeros(()))
 
 

@@ -57,6 +57,9 @@ class Runner(Protocol):
     def step(self, batch: MiniBatch, loss: StepLoss, checkpointed_counts: Sequence[int]) -> None:
         """Run the mini-batch forward and backward with `loss`."""
 
+    def loss(self, batch: MiniBatch, loss: StepLoss) -> None:
+        """Run the mini-batch forward with `loss`."""
+
     def log_layers(self) -> None:
         """From now on, log each layer that this process runs, with its time."""
 
@@ -169,11 +172,22 @@ class Pipe(nn.Module):
         key: determines all random numbers of the step; drawn from torch's default generator if None.
         reduction: whether `loss_fn` gives the mean or the sum of a micro-batch; so is the loss of the mini-batch.
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step computes gradients and cannot run under no_grad: call the pipe instead")
         self._check_layers()
         batch = self._mini_batch(input, key)
         loss = self._step_loss(batch, target, loss_fn, reduction, return_output)
         self._step(batch, loss)
         return self._step_result(loss, return_output)
+
+    def loss(self, input: Value, target: Value, loss_fn: LossFunction) -> Tensor:
+        """The loss of a mini-batch without gradients; its output never exists as a whole."""
+        self._check_layers()
+        batch = self._mini_batch(input)
+        loss = self._step_loss(batch, target, loss_fn, "mean", keeps_outputs=False)
+        with torch.no_grad():
+            self._runner.loss(batch, loss)
+        return loss.total()
 
     def forward(self, input: Value) -> Output:
         self._check_layers()
