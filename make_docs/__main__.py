@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from gpipe_cli.config.schema import GROUPS
-from make_docs import partitions, python_api, reference, schedules
+from make_docs import partitions, python_api, ranks, reference, schedules
 
 DOCS = Path(__file__).parent.parent / "docs"
 PICTURES = "concepts/pictures"
@@ -20,6 +20,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/python.md": python_api.python_page,
     f"{PICTURES}/partitions.svg": partitions.draw_partitions,
     f"{PICTURES}/skips.svg": partitions.draw_skips,
+    f"{PICTURES}/ranks.svg": ranks.draw_ranks,
     **{
         f"{PICTURES}/{name}.svg": partial(schedules.draw, example)
         for name, example in schedules.EXAMPLES.items()

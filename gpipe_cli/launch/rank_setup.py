@@ -77,7 +77,7 @@ def connect_ranks(
     # ranks of a machine would use the first.
     set_current_device(device)
     # torch warns that NCCL runs single sends of a bound device in the order of posting. Every order that ranks post
-    # allows that (docs/how-to/more-machines.md).
+    # allows that (docs/how-to/processes.md).
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     with lost_peer_as_peer_error(), _reports(files, step_timeout) as store, lost_peer_as_peer_error():
         timeout = _timeout(step_timeout)
