@@ -19,6 +19,7 @@ from benchmarks import (
     published_gpipe,
     published_gpt,
     published_memory,
+    published_t4,
     published_torchgpipe,
     zero_bubble,
     zero_bubble_memory,
@@ -40,6 +41,7 @@ def main() -> None:
     published_torchgpipe.show(console)
     published_gpipe.show(console)
     published_gpt.show(console)
+    published_t4.show(console)
     published_blocks.show(console)
     published_memory.show(console)
     zero_bubble_memory.show(console)

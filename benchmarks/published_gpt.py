@@ -129,9 +129,11 @@ def _costs(row: Row, reached: Efficiency) -> LayerCosts:
 
 
 @cache
-def gpt_facts(hidden: int, layers: int, heads: int, sequence: int, rows: int) -> ModelStats:
+def gpt_facts(
+    hidden: int, layers: int, heads: int, sequence: int, rows: int, vocabulary: int = VOCABULARY
+) -> ModelStats:
     with without_values():
-        model = megatron_gpt.build(hidden, layers, heads, sequence, VOCABULARY)
+        model = megatron_gpt.build(hidden, layers, heads, sequence, vocabulary)
     tokens = torch.zeros(rows, sequence, dtype=torch.long)
     return model_stats(model, Sample(tokens, tokens, megatron_gpt.loss))
 

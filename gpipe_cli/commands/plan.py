@@ -64,7 +64,8 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
     check_components(settings, job.overrides)
     loader = make_loader(settings)
 
-    if estimated_devices(settings) is None:
+    estimated = estimated_devices(settings)
+    if estimated is None:
         made = make_model(settings, loader)
         made.print_notes()
         model = made.sequence
@@ -95,6 +96,8 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
             seconds=settings.plan.verify_budget,
         )
     summary = _summary(settings, plans, planned, job)
+    if estimated is not None:
+        summary["figures"] = dict(estimated.checked)
     step = _step(plans[0], planned)
     if page is not None:
         write_text(page, plan_page(summary, step))
@@ -172,6 +175,7 @@ def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: St
             f"without a pipeline, one device would need {format_bytes(planned.plain_bytes)}, which does not fit"
         )
     facts = {
+        **{f"figures of {name}": checked for name, checked in summary.get("figures", {}).items()},
         "lower bound": f"{summary['lower_bound']:.4g} ms, {100 * summary['gap']:.2f} % below the best plan",
         **({"bubble by memory": _curve_text(summary["memory_curve"])} if summary["memory_curve"] else {}),
         "advice": summary["advice"],

@@ -1,4 +1,4 @@
-"""Devices you need not have: their makers' figures, of which `estimated` makes times.
+"""Devices you need not have: their makers' figures, of which `estimated` makes times, and what is known of them.
 
 The figures are dense (without sparsity) and for the variant with the fastest link, one way. Sources: the data sheets of
 the products (Tesla P40, Tesla P100 PCIe, T4, V100 SXM2, A10, L4, L40S, A100 SXM 80 GB, H100 SXM, H200 SXM, HGX B200,
@@ -9,17 +9,17 @@ without its protocol: 12 of 15.75 GB/s for 3.0 x16, 25 of 31.5 for 4.0, 50 of 63
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any, final
 
-from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 from gpipe_cli.values import parse_bytes
 
 GIB = 2**30
 NEEDED = ("flops", "memory", "bandwidth", "link")
 """The figures that a custom device must have."""
-OPTIONAL = ("half", "tensor", "tf32")
+OPTIONAL = ("half", "tensor", "tf32", "sustained")
 """Figures that null takes away."""
 
 
@@ -42,6 +42,8 @@ class DeviceSpec:
     """In fp16 and bf16 with tensor cores; null: it has none."""
     tf32: float | None = None
     """With tensor cores; null: it has none that take fp32."""
+    sustained: float | None = None
+    """What large matrix products reach of `tensor`, where that is published; null: as large a share as on an A100."""
     bf16: bool = True
     """Whether it computes in bf16."""
     per_machine: int = 8
@@ -70,27 +72,100 @@ PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
 DEVICES: Mapping[str, DeviceSpec] = {
     "p40": DeviceSpec(11.76e12, 24 * GIB, 346e9, PCIE_3, half=0.184e12, bf16=False),
     "p100": DeviceSpec(9.3e12, 16 * GIB, 732e9, PCIE_3, half=18.7e12, bf16=False),
-    "t4": DeviceSpec(8.1e12, 16 * GIB, 320e9, PCIE_3, half=16.2e12, tensor=65e12, bf16=False),
+    # Four in a machine with 50 Gbit/s, as in AWS's g4dn; its 70 W do not sustain the data sheet's figure.
+    "t4": DeviceSpec(
+        8.1e12,
+        16 * GIB,
+        320e9,
+        PCIE_3,
+        6.25e9,
+        half=16.2e12,
+        tensor=65e12,
+        sustained=24e12,
+        bf16=False,
+        per_machine=4,
+    ),
     # NVLink 2: 300 GB/s both ways together
     "v100": DeviceSpec(15.7e12, 32 * GIB, 900e9, 150e9, half=31.4e12, tensor=125e12, bf16=False),
     "rtx3090": DeviceSpec(35.6e12, 24 * GIB, 936e9, PCIE_4, tensor=71e12, tf32=35.6e12),
-    "a10": DeviceSpec(31.2e12, 24 * GIB, 600e9, PCIE_4, tensor=125e12, tf32=62.5e12),
+    # Four in a machine with 40 Gbit/s, as in AWS's g5
+    "a10": DeviceSpec(31.2e12, 24 * GIB, 600e9, PCIE_4, 5e9, tensor=125e12, tf32=62.5e12, per_machine=4),
     # NVLink 3: 600 GB/s both ways together; a machine has 200 Gbit/s for each device
     "a100": DeviceSpec(19.5e12, 80 * GIB, 2039e9, 300e9, 25e9, half=78e12, tensor=312e12, tf32=156e12),
     "rtx4090": DeviceSpec(82.6e12, 24 * GIB, 1008e9, PCIE_4, tensor=165.2e12, tf32=82.6e12),
-    "l4": DeviceSpec(30.3e12, 24 * GIB, 300e9, PCIE_4, tensor=121e12, tf32=60e12),
+    # Four in a machine with 40 Gbit/s, as in AWS's g6
+    "l4": DeviceSpec(30.3e12, 24 * GIB, 300e9, PCIE_4, 5e9, tensor=121e12, tf32=60e12, per_machine=4),
     "l40s": DeviceSpec(91.6e12, 48 * GIB, 864e9, PCIE_4, tensor=362e12, tf32=183e12),
     # NVLink 4: 900 GB/s both ways together; 400 Gbit/s for each device
-    "h100": DeviceSpec(66.9e12, 80 * GIB, 3352e9, 450e9, 50e9, half=133.8e12, tensor=989.4e12, tf32=494.7e12),
+    "h100": DeviceSpec(
+        66.9e12,
+        80 * GIB,
+        3352e9,
+        450e9,
+        50e9,
+        half=133.8e12,
+        tensor=989.4e12,
+        tf32=494.7e12,
+        sustained=794.5e12,
+    ),
     "h200": DeviceSpec(
-        66.9e12, 141 * 10**9, 4800e9, 450e9, 50e9, half=133.8e12, tensor=989.4e12, tf32=494.7e12
+        66.9e12,
+        141 * 10**9,
+        4800e9,
+        450e9,
+        50e9,
+        half=133.8e12,
+        tensor=989.4e12,
+        tf32=494.7e12,
+        sustained=794.5e12,
     ),
     # NVLink 5: 1.8 TB/s both ways together
-    "b200": DeviceSpec(75e12, 180 * 10**9, 7700e9, 900e9, 50e9, half=150e12, tensor=2250e12, tf32=1125e12),
+    "b200": DeviceSpec(
+        75e12,
+        180 * 10**9,
+        7700e9,
+        900e9,
+        50e9,
+        half=150e12,
+        tensor=2250e12,
+        tf32=1125e12,
+        sustained=1745e12,
+    ),
     "rtx5090": DeviceSpec(104.8e12, 32 * GIB, 1792e9, PCIE_5, tensor=209.5e12, tf32=104.8e12),
     # Infinity Fabric: 128 GB/s both ways together to each of the seven others
-    "mi300x": DeviceSpec(163.4e12, 192 * 10**9, 5300e9, 64e9, 50e9, tensor=1307.4e12, tf32=653.7e12),
+    "mi300x": DeviceSpec(
+        163.4e12,
+        192 * 10**9,
+        5300e9,
+        64e9,
+        50e9,
+        tensor=1307.4e12,
+        tf32=653.7e12,
+        sustained=668.4e12,
+    ),
 }
+DATA_SHEET, PRODUCTS = (
+    "data sheet only",
+    "checked against matrix products in bf16 (Bekman, Machine Learning Engineering)",
+)
+CHECKED = {
+    "a100": "checked against published iterations of GPT on 8 of them (vTrain, MICRO 2024)",
+    "t4": (
+        "checked against matrix products in fp16 (NVIDIA's forum, 264462) and published steps of GPT-2 on 16 of them "
+        "(AMP, NeurIPS 2022)"
+    ),
+    **dict.fromkeys(("h100", "h200", "b200", "mi300x"), PRODUCTS),
+}
+"""What the figures were checked against; `sustained` is from there."""
+
+
+def checked_against(device: str | Mapping[str, Any]) -> str:
+    """What is known of the figures of a device, by its name or by the figures that were given."""
+    name = device if isinstance(device, str) else device.get("name")
+    own = [] if isinstance(device, str) else [key for key in device if key != "name"]
+    if name is None:
+        return "your figures only"
+    return CHECKED.get(name, DATA_SHEET) + (f"; your {', '.join(own)}" if own else "")
 
 
 def is_elsewhere(device: object) -> bool:
@@ -116,16 +191,25 @@ def device_problems(device: object, devices: Any) -> Iterator[str]:
 def own_device(figures: Mapping[str, Any], key: str = "device") -> DeviceSpec:
     """A device of which you give the figures, such as `{flops: 50e12, memory: 24GiB, bandwidth: 1e12, link: 25e9}`.
 
-    `flops` then holds for every precision that has no figure of its own. `key` is where the figures were given.
+    `flops` then holds for every precision that has no figure of its own. With a `name`,
+    such as `{name: t4, link: 6e9}`, all other figures are those of the table. `key` is where the figures were given.
     """
     names = [field.name for field in fields(DeviceSpec)]
     for name in figures:
-        if name not in names:
-            raise ConfigError(f"{key}.{name}: unknown figure of a device; it has {', '.join(names)}")
+        if name not in ("name", *names):
+            hint = did_you_mean(name, names) or f"it has {', '.join(names)}"
+            raise ConfigError(f"{key}.{name}: unknown figure of a device; {hint}")
+    given = {name: _figure(key, name, value) for name, value in figures.items() if name != "name"}
+    if "name" in figures:
+        known = DEVICES.get(str(figures["name"]))
+        if known is None:
+            hint = or_list(str(figures["name"]).lower(), DEVICES)
+            raise ConfigError(f"{key}.name={figures['name']}: unknown device; {hint}")
+        # What was sustained says nothing of another figure for tensor cores.
+        return replace(known, **{"sustained": None if "tensor" in given else known.sustained, **given})
     for name in NEEDED:
         if name not in figures:
-            raise ConfigError(f"{key}: a custom device needs {name}")
-    given = {name: _figure(key, name, value) for name, value in figures.items()}
+            raise ConfigError(f"{key}: a custom device needs {name}, or the name of one whose figures it has")
     half = given.get("half") or given["flops"]
     return DeviceSpec(**{"tensor": half, "tf32": given["flops"], **given})
 

@@ -5,7 +5,7 @@ model, kernel by kernel. A kernel takes as long as the slower of its arithmetic 
 long as its kernels, but never less than it takes to launch them: the host runs ahead of the device, which waits only
 where the launches of a whole layer take longer. So large matrix products depend on the figure for arithmetic,
 normalization and the like on bandwidth, and small micro-batches on the number of kernels. The same efficiencies hold
-for every device.
+for every device but for tensor cores that are known to sustain another share of their figure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpipe_cli.build.step import autocast_of, with_gradient
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts, TransferCost, UpdateCosts
-from gpipe_cli.plan.device_table import DEVICES, DeviceSpec, is_elsewhere, own_device
+from gpipe_cli.plan.device_table import DEVICES, DeviceSpec, checked_against, is_elsewhere, own_device
 from gpipe_cli.plan.measured import MicroBatchSize
 from gpipe_cli.plan.plan_memory import PlanMemory
 from gpipe_cli.profiling.model_stats import LayerOperations, ModelStats, model_stats
@@ -111,6 +111,8 @@ class DeviceRun:
         figure, on_tensor_cores = self.device.matrix_flops(
             self.precision, half=operation.half, tensor_cores=self.tensor_cores
         )
+        if on_tensor_cores and self.device.tensor and self.device.sustained:
+            figure *= self.device.sustained / self.device.tensor / self.reached.matrix
         if operation.is_attention:
             return self.reached.attention * figure
         aligned = operation.aligned or not on_tensor_cores
@@ -196,6 +198,8 @@ class EstimatedDevices:
     runs: Sequence[DeviceRun]
     """The devices of one pipeline, in order; all others are like it."""
     name: str
+    checked: Mapping[str, str]
+    """What the figures of each kind of device were checked against."""
 
     @property
     def memory(self) -> list[int]:
@@ -299,9 +303,10 @@ def estimated_devices(settings: PlanConfig) -> EstimatedDevices | None:
                 one_process=replicas == 1 and not any_leaves,
             )
         )
-    if settings.device is not None:
-        return EstimatedDevices(runs, f"{len(specs)} x {_name(settings.device)}")
-    return EstimatedDevices(runs, ", ".join(_name(device) for device, _ in given))
+    names = [_name(device) for device, _ in given]
+    checked = {name: checked_against(device) for name, (device, _) in zip(names, given, strict=True)}
+    together = f"{len(specs)} x {names[0]}" if settings.device is not None else ", ".join(names)
+    return EstimatedDevices(runs, together, checked)
 
 
 def layer_updates(
@@ -334,4 +339,6 @@ def _given(settings: PlanConfig) -> list[tuple[Any, str]]:
 
 
 def _name(device: Any) -> str:
-    return "a custom device" if isinstance(device, Mapping) else str(device)
+    if not isinstance(device, Mapping):
+        return str(device)
+    return f"{device['name']} with other figures" if "name" in device else "a custom device"

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.device_table import DEVICES, own_device
+from gpipe_cli.plan.device_table import CHECKED, DATA_SHEET, DEVICES, checked_against, own_device
 
 FIGURES = {"flops": 50e12, "memory": "24GiB", "bandwidth": "1e12", "link": 25e9}
 
@@ -47,8 +49,8 @@ def test_a_device_of_your_own_has_one_figure_for_every_precision() -> None:
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
-        ({**FIGURES, "flop": 1}, r"device\.flop: unknown figure of a device; it has flops, memory"),
-        ({"flops": 1e12}, "a custom device needs memory"),
+        ({**FIGURES, "flop": 1}, r"device\.flop: unknown figure of a device; did you mean 'flops'"),
+        ({"flops": 1e12}, "a custom device needs memory, or the name of one whose figures it has"),
         ({**FIGURES, "link": "fast"}, r"device\.link=fast: must be a positive number"),
         ({**FIGURES, "link": 0}, r"device\.link=0: must be a positive number"),
         ({**FIGURES, "flops": True}, r"device\.flops=True: must be a positive number"),
@@ -62,3 +64,24 @@ def test_a_device_of_your_own_has_one_figure_for_every_precision() -> None:
 def test_a_wrong_figure_is_named(figures: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         own_device(figures)
+
+
+def test_single_figures_of_a_known_device_can_be_changed() -> None:
+    t4 = own_device({"name": "t4", "network": "12.5e9", "per_machine": 8})
+    assert t4 == replace(DEVICES["t4"], network=12.5e9, per_machine=8)
+    # Another figure for tensor cores was never sustained.
+    assert own_device({"name": "t4", "tensor": 40e12}).sustained is None
+    with pytest.raises(ConfigError, match=r"device\.name=T5: unknown device; choose one of: a10, .*t4"):
+        own_device({"name": "T5"})
+    with pytest.raises(ConfigError, match=r"device\.netwrk: unknown figure of a device; .*'network'"):
+        own_device({"name": "t4", "netwrk": 1})
+
+
+def test_it_is_known_what_the_figures_of_each_device_were_checked_against() -> None:
+    assert "published steps of GPT-2" in checked_against("t4") and "published iterations" in checked_against(
+        "a100"
+    )
+    assert checked_against("l4") == DATA_SHEET
+    assert checked_against({"name": "l4", "link": 6e9}) == f"{DATA_SHEET}; your link"
+    assert checked_against(FIGURES) == "your figures only"
+    assert all(name in CHECKED for name, device in DEVICES.items() if device.sustained is not None)
