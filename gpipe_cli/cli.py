@@ -116,8 +116,7 @@ def _configured(request: Request, leave: Callable[[BaseException], NoReturn]) ->
     if request.cfg or request.info or request.hydra_help:
         ask_hydra(request)
         return 0
-    start = os.environ.get("GPIPE_JOB_START")  # of the job of a launch script, in seconds since 1970
-    began = time.monotonic() - (max(0.0, time.time() - float(start)) if start else 0.0)
+    began = _job_start()
     if request.multirun or "hydra.mode=MULTIRUN" in request.words:
         return run_sweep(request, began)
     with stop_immediately():
@@ -129,6 +128,12 @@ def _configured(request: Request, leave: Callable[[BaseException], NoReturn]) ->
     if request.json:
         sys.stdout.write(f"{json.dumps(summary)}\n")
     return 0
+
+
+def _job_start() -> float:
+    """The monotonic time at which the job of a launch script began; now if no launch script started this."""
+    start = os.environ.get("GPIPE_JOB_START")  # in seconds since 1970
+    return time.monotonic() - (max(0.0, time.time() - float(start)) if start else 0.0)
 
 
 def _say(text: str) -> int:

@@ -54,6 +54,7 @@ from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.losses.blocks import blocked_linear
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.profiling.profile_cache import ProfileCache, default_folder
 from gpipe_cli.profiling.records import has_values
@@ -377,6 +378,7 @@ def engine_spec(settings: ModelConfig, parts: RunParts, objective: TrainingObjec
         devices=partitioning.devices,
         chunks=settings.chunks,
         eval_chunks=settings.eval_chunks or settings.chunks,
+        loss_computes_scores=blocked_linear(parts.model) is not None,
         least_rows=parts.loader.least_rows,
         schedule=partitioning.spec.schedule,
         checkpoint=checkpoint_mode(settings, len(partitioning.balance)),

@@ -66,13 +66,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     timeline = None
     if settings.measure:
         with report_out_of_memory("measuring the layers on one device", HINT):
-            layers = layer_times(
-                parts.model, sample, runs=most_runs(settings.seconds), is_late=late_after(settings.seconds)
-            )
-            if all(layer.is_work for layer in layers):
-                raise ConfigError(
-                    f"seconds={settings.seconds}: too short to measure a layer with FLOPs; give more, or measure=false"
-                )
+            layers = _measured(settings, parts.model, sample)
             stats = _stats(parts.model, sample)
             untimed = layer_stats(parts.model, sample) if stats is None else stats.layers
         rows = layer_rows(untimed, layers, balance)
@@ -111,6 +105,16 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
         facts_ = {key: value for key, value in summary.items() if key not in TABLES}
         print_facts("", {**facts_, "run_dir": str(directory), "report": str(directory / PAGE)})
     return {**summary, "run_dir": str(directory)}
+
+
+def _measured(settings: ProfileConfig, model: nn.Sequential, sample: Sample) -> list[LayerTimes]:
+    seconds = settings.seconds
+    layers = layer_times(model, sample, runs=most_runs(seconds), is_late=late_after(seconds))
+    if all(layer.is_work for layer in layers):
+        raise ConfigError(
+            f"seconds={seconds}: too short to measure a layer with FLOPs; give more, or measure=false"
+        )
+    return layers
 
 
 def _balance_gain(layers: Sequence[LayerTimes], parts: RunParts, sample: Sample) -> BalanceGain:

@@ -27,7 +27,6 @@ from gpipe_cli.engines.protocol import DTYPES, Batch, BatchResult, EngineSpec, T
 from gpipe_cli.engines.state import EngineState, check_scaler
 from gpipe_cli.engines.update import Update
 from gpipe_cli.errors import NumericError
-from gpipe_cli.losses.blocks import blocked_linear, factors_of
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.pipeline.loss import called_modules, row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
@@ -35,6 +34,7 @@ from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.profiling.timeline import ActionRecorder, StepTimeline
 from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
+from gpipe_cli.values import FACTORS
 
 RECORDED_STEP = 3
 """The step of an engine that is recorded: after a few that warm up, but early enough for a short run."""
@@ -96,7 +96,7 @@ class PipelineEngine:
         )
         self._blocked_loss: TrainingLoss | None = None
         """For evaluations of a model whose loss computes the scores."""
-        if blocked_linear(spec.module) is not None:
+        if spec.loss_computes_scores:
             unscaled = torch.amp.GradScaler(enabled=False)
             self._blocked_loss = TrainingLoss(self._objective, unscaled, self._output_device)
 
@@ -398,7 +398,7 @@ def unscaled_loss(objective: TrainingObjective, output: Any, target: Tensor) -> 
 
 
 def _float(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in DTYPES.values() and factors_of(tensor) is None else tensor
+    return tensor.float() if tensor.dtype in DTYPES.values() and not hasattr(tensor, FACTORS) else tensor
 
 
 @final

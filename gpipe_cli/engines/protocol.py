@@ -98,6 +98,8 @@ class EngineSpec:
     """One per worker; for engine=processes those of the ranks of one pipe."""
     chunks: int
     eval_chunks: int
+    loss_computes_scores: bool = False
+    """Whether the last linear layer leaves its scores to the loss, which computes them a block at a time."""
     least_rows: int = 1
     """Rows of the smallest micro-batch that all layers accept in training."""
     schedule: str | ScheduleModule = "gpipe"

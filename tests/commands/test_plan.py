@@ -84,7 +84,7 @@ def test_other_devices_are_estimated_for_a_model_of_any_size(huge: Gpipe) -> Non
 
 def test_without_time_the_plan_is_the_plain_run_and_the_rest_is_named(tiny: Gpipe) -> None:
     answer = tiny("plan", *TINY, "batch_size=4", "devices=[cpu,cpu]", "plan.cache=false", "plan.budget=0.001")
-    assert answer.err.startswith("importing torch and building the model\nmeasuring one device with ")
+    assert answer.err.startswith("measuring one device with ")
     assert "not searched: chunks=[2, 4" in answer.err
 
 

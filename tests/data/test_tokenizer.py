@@ -73,13 +73,15 @@ def test_a_text_has_the_tokens_of_its_tokenizer(tmp_path: Path, monkeypatch: pyt
     stream = [
         token for name in "ab" for token in (*tokenizer.encode((tmp_path / f"{name}.txt").read_text()), 0)
     ]
-    inputs = [token for index in range(len(data.train)) for token in data.train[index][0].tolist()]  # type: ignore[union-attr]
+    inputs = [
+        token for index in range(len(data.train)) for token in data.train[index][0]["input_ids"].tolist()
+    ]  # type: ignore[union-attr]
     assert inputs == stream[: len(inputs)] and len(inputs) + 9 > 0.85 * len(stream)
     assert data.classes == tokenizer.vocabulary and data.tokenizer is not None
     single = build_text_files(str(tmp_path / "*.txt"), 8, pack=False, tokenizer=str(folder))
     assert (len(single.train), len(single.test)) == (1, 1)
     several = build_text_files(str(tmp_path / "*.txt"), 8)
-    assert several.classes == 256 and bytes(several.train[0][0].tolist()) == b"a.txt: s"  # type: ignore[union-attr]
+    assert several.classes == 256 and bytes(several.train[0][0]["input_ids"].tolist()) == b"a.txt: s"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("line", [b"a line\n", b"word ", "é".encode(), b"x"])

@@ -144,9 +144,9 @@ class Residual(nn.Module):
 
 
 class OwnCheckpoint(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Tanh())
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout), nn.Tanh())
 
     def forward(self, input: Tensor) -> Tensor:
         return checkpoint(self.block, input, use_reentrant=False)
@@ -350,7 +350,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "frozen_batch_norm": lambda: frozen(nn.BatchNorm1d(WIDTH)),
     "weight_norm": lambda: parametrizations.weight_norm(linear()),
     "spectral_norm": lambda: parametrizations.spectral_norm(linear()),
-    "own_checkpoint": OwnCheckpoint,
+    "own_checkpoint": lambda: OwnCheckpoint(0.0),
     "buffer": Average,
     "lstm": Lstm,
     "late_count": lambda: LateCount("count"),
@@ -376,6 +376,7 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
     "dropout_": lambda: nn.Dropout(0.3, inplace=True),
     "encoder_with_dropout": lambda: Encoder(0.2),
     "noise": lambda: Do("noise", lambda x: x + torch.rand_like(x)),
+    "own_checkpoint_with_dropout": lambda: OwnCheckpoint(0.2),
 }
 PACKING: dict[str, Callable[[Tensor], Any]] = {
     "twice": lambda x: (x, x),
