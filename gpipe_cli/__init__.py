@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
     from gpipe_cli.pipeline.microbatch import NoChunk
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 __all__ = [
     "GPipe",
     "NoChunk",
