@@ -299,8 +299,12 @@ def run_as_printed(gpipe: Gpipe, line: str) -> str:
     return str(answer.out)
 
 
-def test_the_first_command_of_the_readme_is_one_line_to_paste() -> None:
-    assert console_blocks(TOP / "README.md")[0] == "pip install -c constraints.txt -e . && gpipe train\n"
+def test_the_first_commands_of_the_readme_are_one_line_each_to_paste() -> None:
+    assert console_blocks(TOP / "README.md")[0].splitlines() == [
+        "pip install -c constraints.txt -e . && gpipe train",
+        "pip install -c constraints.txt -e '.[test]' && pytest -n auto",
+    ]
+    assert len(text_of(TOP / "README.md").splitlines()) <= 130
 
 
 OPTIONS = {group: {option.name for option in list_options(group)} for group in GROUPS}
