@@ -6,6 +6,7 @@ attention saves for backward depends on that. torch keeps them private.
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,6 +17,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+
+# torch logs a traceback of every operator that refuses its inputs, and raises the error too.
+logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Raised by an operation that needs values, or has no implementation without them."""
