@@ -40,7 +40,8 @@ def words(recipe: Option) -> list[str]:
     """What runs it on two cores."""
     needs = [recipe.facts["needs"]] if "needs" in recipe.facts else []
     scale = ["recipe.scale=small"] if recipe in SMALL else []
-    return [f"recipe={recipe.name}", *scale, *(f"{key}={NEEDED[key]}" for key in needs)]
+    given = [recipe.facts["with"]] if "with" in recipe.facts else []
+    return [f"recipe={recipe.name}", *scale, *(f"{key}={NEEDED[key]}" for key in needs), *given]
 
 
 def make_needed(recipe: Option) -> None:

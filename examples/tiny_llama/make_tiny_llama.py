@@ -1,7 +1,7 @@
 """Make a directory like those of Hugging Face, small enough for any machine, to try gpipe without a download.
 
     python make_tiny_llama.py tiny-llama
-    gpipe train recipe=hf_finetune model.path=tiny-llama
+    gpipe train recipe=hf_finetune model.path=tiny-llama optimizer.lr=0.003
 
 The directory has config.json, model.safetensors and a tokenizer with a chat template. The model is a Llama of 1.3
 million random parameters, and its tokenizer is trained on the text that gpipe bundles.

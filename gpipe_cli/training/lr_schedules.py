@@ -65,6 +65,21 @@ class Cosine:
 
 @final
 @dataclass(frozen=True)
+class Linear:
+    warmup: float = 0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("warmup", self.warmup)
+        _check("final", self.final)
+
+    def factor(self, step: int, total: int) -> float:
+        rising, progress = _warm(step, total, self.warmup)
+        return rising * (1 + (self.final - 1) * min(1.0, progress))
+
+
+@final
+@dataclass(frozen=True)
 class Step:
     milestones: list[float]
     drop: float = 0.1

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.training.lr_schedules import Constant, Cosine, LrSchedule, OneCycle, Step
+from gpipe_cli.training.lr_schedules import Constant, Cosine, Linear, LrSchedule, OneCycle, Step
 
 totals = st.integers(2, 300)
 warmups = st.one_of(st.floats(0, 0.99), st.integers(1, 50))
 schedules: st.SearchStrategy[LrSchedule] = st.one_of(
     st.builds(Constant, warmup=warmups),
     st.builds(Cosine, warmup=warmups, final=st.floats(0, 1)),
+    st.builds(Linear, warmup=warmups, final=st.floats(0, 1)),
     st.builds(Step, milestones=st.lists(st.floats(0, 1), max_size=4), drop=st.floats(0, 1), warmup=warmups),
     st.builds(OneCycle, rise=st.floats(0, 1), start=st.floats(0, 1), final=st.floats(0, 1)),
 )
@@ -54,6 +55,13 @@ def test_warm_up_may_be_a_fraction_of_the_run(total: int) -> None:
 def test_cosine_ends_where_it_is_told_to(total: int, final: float) -> None:
     curve = factors(Cosine(final=final), total)
     assert curve[0] == 1 and curve[-1] == pytest.approx(final)
+
+
+def test_linear_falls_by_equal_steps_after_its_warm_up() -> None:
+    assert factors(Linear(warmup=3, final=0.5), 8) == pytest.approx(
+        [0.25, 0.5, 0.75, 1, 0.875, 0.75, 0.625, 0.5]
+    )
+    assert factors(Linear(), 5) == pytest.approx([1, 0.75, 0.5, 0.25, 0])
 
 
 @given(st.integers(10, 300))
