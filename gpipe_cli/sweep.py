@@ -257,7 +257,7 @@ class _Sweep:
         return [*swept, *defaults, *_hydra_words(self.request), directory]
 
     def _optuna_words(self) -> list[str]:
-        """Defaults, which docs/how-to/hydra.md lists; Optuna speaks of its study and of failed jobs only if told to."""
+        """Defaults, listed in docs/coming-from/hydra.md; Optuna speaks of study and failed jobs only if told to."""
         logs = ("hydra/hydra_logging", "hydra/job_logging")
         if not any(override_key(word).startswith(logs) for word in self.request.words):
             importlib.import_module("optuna.logging").set_verbosity(logging.ERROR)

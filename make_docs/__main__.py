@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from gpipe_cli.config.schema import GROUPS
-from make_docs import partitions, python_api, ranks, reference, schedules
+from make_docs import activations, partitions, python_api, ranks, reference, run_directory, schedules
 
 DOCS = Path(__file__).parent.parent / "docs"
 PICTURES = "concepts/pictures"
@@ -21,6 +21,8 @@ PAGES: dict[str, Callable[[], str]] = {
     f"{PICTURES}/partitions.svg": partitions.draw_partitions,
     f"{PICTURES}/skips.svg": partitions.draw_skips,
     f"{PICTURES}/ranks.svg": ranks.draw_ranks,
+    f"{PICTURES}/activations.svg": activations.draw_activations,
+    f"{PICTURES}/run-directory.svg": run_directory.draw_run_directory,
     **{
         f"{PICTURES}/{name}.svg": partial(schedules.draw, example)
         for name, example in schedules.EXAMPLES.items()

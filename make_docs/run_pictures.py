@@ -25,6 +25,7 @@ from rich.console import Console
 from gpipe_cli.report.page.run_record import TimelineRecord, read_run
 from make_docs.__main__ import DOCS
 from make_docs.memory import draw_memory
+from make_docs.plans import draw_plan
 from make_docs.svg import box, label, legend, svg_file
 
 PROFILE = (
@@ -40,6 +41,7 @@ PAGE_SIZE = "1180,1500"
 
 def main() -> None:
     (DOCS / "memory.svg").write_text(draw_memory(), encoding="utf-8")
+    (DOCS / "concepts" / "pictures" / "plan.svg").write_text(draw_plan(), encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(shlex.split(PROFILE), cwd=folder, check=True, stdout=subprocess.DEVNULL)
         run = Path(folder) / "profile"

@@ -20,6 +20,7 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", s
 .layer { fill: #3b7dd8; } .stashing { fill: #7d5fc4; }
 .partition { fill: #808890; fill-opacity: .14; stroke: #7b838d; stroke-opacity: .5; }
 .arrow { fill: none; stroke: #7b838d; stroke-width: 1.5; }
+.area { fill: #3b7dd8; fill-opacity: .55; }
 .skip { fill: none; stroke: #a283ee; stroke-width: 2; }
 .head { fill: #7b838d; } .skiphead { fill: #a283ee; }
 """

@@ -9,6 +9,7 @@ import pytest
 
 from gpipe_cli.schedule import order
 from make_docs.__main__ import DOCS, PAGES
+from make_docs.activations import kept, peak
 from make_docs.run_pictures import visible_lines
 from make_docs.schedules import EXAMPLES, Example, draw
 from make_docs.svg import LEGEND
@@ -50,10 +51,14 @@ def test_the_legend_has_every_phase_of_its_diagram(example: Example) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
-def test_the_page_of_schedules_states_the_idle_time_of_its_diagrams(name: str) -> None:
+def test_the_page_of_schedules_states_the_idle_time_and_the_memory_of_its_diagrams(name: str) -> None:
     example = EXAMPLES[name]
     page = (DOCS / "concepts" / "schedules.md").read_text(encoding="utf-8")
-    assert f"| {example.schedule} | {100 * example.simulation().bubble:.0f} % |" in page
+    kept_whole = [peak(kept(example, worker)) * example.partitions_per_worker for worker in (0, 3)]
+    row = f"| {example.schedule} | {100 * example.simulation().bubble:.0f} % | {{:g}}, {{:g}}".format(
+        *kept_whole
+    )
+    assert row in page
 
 
 def test_of_a_panel_that_redraws_itself_the_last_frame_is_visible() -> None:
