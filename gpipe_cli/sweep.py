@@ -241,8 +241,10 @@ class _Sweep:
             raise ConfigError(f"{SWEEP_DIR}: has no effect, because nothing is trained; remove it")
         if sets_key(words, "hydra.sweep.subdir"):
             raise ConfigError("hydra.sweep.subdir: jobs are named after their values; remove it")
-        if self.is_optuna and self.monitor is None:
-            raise ConfigError("hydra/sweeper=optuna: needs a metric of gpipe train; remove it")
+        if self.is_optuna and (self.monitor is None or self.configs[0].settings.eval.every is None):
+            raise ConfigError(
+                "hydra/sweeper=optuna: needs a metric of gpipe train, with evaluations; remove it"
+            )
         together = launcher.get("n_jobs", 1) != 1 or "LocalLauncher" in launcher._target_
         asked = not self.is_optuna or sets_key(words, "hydra.sweeper.n_jobs")
         if together and asked and self.jobs != 1 and self.monitor is not None:

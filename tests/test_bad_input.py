@@ -201,6 +201,15 @@ JUDGED = """
 2 train plan.budget=0 => plan.budget=0.0: must be positive
 2 profile steps=0 => steps=0: must be at least 1
 2 profile sort=tme => sort=tme: did you mean 'time'?
+2 train eval.batches=0 => eval.batches=0: must be at least 1
+2 train eval.every=often => eval.every=often: must be a number of steps, epoch, or null for none
+2 train eval=never => eval=never: no such option; choose one of: epoch, none
+2 train eval=none eval.batches=3 => eval.batches=3: needs evaluations, and eval=none leaves them out;
+2 train eval=none early_stop.patience=3 => early_stop.patience=3: needs evaluations,
+2 train eval=none snapshot.monitor=top1 => snapshot.monitor=top1: needs evaluations,
+2 train eval=none log.predictions=true => log.predictions=True: needs evaluations,
+2 train eval.every=5 eval_every=3 => eval_every=3: is the former form of eval.every; set it to null
+2 eval run=. eval.batches=3 => eval.batches belongs to gpipe train
 2 train eval_chunks=0 => eval_chunks=0: must be at least 1
 2 train partitions=0 => partitions=0: must be at least 1
 2 train log.every=0 => log.every=0: must be at least 1

@@ -6,14 +6,25 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
+
+import torch
 
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
 from gpipe_cli.activity import activity
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
 from gpipe_cli.config.schema import ModelConfig
-from gpipe_cli.data.datasets import Data, Samples, hold_out
+from gpipe_cli.data.datasets import (
+    Data,
+    Samples,
+    across_classes,
+    class_labels,
+    generator_for,
+    hold_out,
+    subset,
+)
 from gpipe_cli.data.loading import BatchFetcher, BatchRequest, batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms
 from gpipe_cli.distributed.world import World
@@ -26,6 +37,7 @@ from gpipe_cli.values import check_whole_number
 
 OWN_KEYS: Mapping[str, Any] = {
     "validation": float | None,
+    "stratify": bool,
     "drop_last": bool,
     "workers": int,
     "timeout": float | None,
@@ -52,6 +64,8 @@ class BatchLoader:
     """Rows of the smallest micro-batch that the model accepts in training."""
     validation: Samples | None = None
     """What training evaluates on instead of the test set."""
+    most_eval_batches: int | None = None
+    """How many mini-batches an evaluation during training has at most; None: those of all samples."""
     notes: tuple[str, ...] = ()
     """What a user should know about samples and batches, a line each."""
 
@@ -63,12 +77,16 @@ class BatchLoader:
         """How many micro-batches a replica makes of a whole mini-batch."""
         return len(micro_batches(-(-self.batch_size // self.replicas), chunks, self.least_rows))
 
-    @property
+    @cached_property
     def eval_samples(self) -> Samples:
-        """What training evaluates on."""
+        """What training evaluates on: all of them, or a part that the seed chooses across all classes."""
         samples = self.data.test if self.validation is None else self.validation
         assert samples is not None, "data without a test set is divided"
-        return samples
+        count = len(samples) if self.most_eval_batches is None else self.most_eval_batches * self.batch_size
+        if count >= len(samples):
+            return samples
+        order = torch.randperm(len(samples), generator=generator_for(self.seed, "evaluation"))
+        return subset(samples, across_classes(order, class_labels(samples))[:count].sort().values)
 
     @property
     def eval_batches(self) -> int:
@@ -187,7 +205,7 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
             raise DataError(f"data._target_={settings.data['_target_']}: has no samples to {split} on")
     # The seed of gpipe generate is one of sampling, not that of its run.
     seed = settings.seed if settings.uses_loss else 0
-    divided = hold_out(data, keys.get("validation"), seed)
+    divided = hold_out(data, keys.get("validation"), seed, stratify=keys.get("stratify", True))
     loading = {key: keys[key] for key in ("workers", "timeout") if key in keys}
     data = replace(_normalized_for_model(settings, divided.data), **loading)
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
@@ -213,6 +231,7 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
         pin_memory,
         drop_last=_drop_last(settings, keys, data),
         validation=divided.validation,
+        most_eval_batches=settings.eval.batches,
         notes=data.notes if divided.note is None else (*data.notes, divided.note),
     )
 

@@ -53,11 +53,11 @@ def _train_here(run: Run, parts: RunParts, spec: TrainSpec) -> Summary:
                 run.position,
             )
             facts = run.page.follow(save_and_stop(events, spec, snapshots, stops))
-            last = recorder.record(facts, lambda: stops.request is not None)
-        if stopped_early := spec.stops_early(last.step, snapshots.patience):
-            recorder.print_status(f"stopped early at step {last.step} of {spec.steps}: {stopped_early}")
+            end = recorder.record(facts, lambda: stops.request is not None)
+        if stopped_early := spec.stops_early(end.step, snapshots.patience):
+            recorder.print_status(f"stopped early at step {end.step} of {spec.steps}: {stopped_early}")
         run.page.end(engine)
-    return run.ended(last, stopped_early, parts, engine)
+    return run.ended(end, stopped_early, parts, engine)
 
 
 def _show(run: Run, parts: RunParts, spec: TrainSpec) -> Summary:

@@ -59,9 +59,9 @@ def _is_count(value: object, least: float = -math.inf) -> bool:
 
 RULES: Sequence[tuple[str, Callable[[Any], bool], str]] = (
     (
-        "chunks eval_chunks partitions data_parallel batch_size epochs steps eval_every log.every early_stop.patience "
-        "snapshot.every snapshot.keep model.num_classes top tokens top_k nodes gpus_per_node ranks_per_node "
-        "cpus_per_node port",
+        "chunks eval_chunks partitions data_parallel batch_size epochs steps eval_every eval.every eval.batches "
+        "log.every early_stop.patience snapshot.every snapshot.keep model.num_classes top tokens top_k nodes "
+        "gpus_per_node ranks_per_node cpus_per_node port",
         lambda value: _number(value) < 1,
         "must be at least 1",
     ),
@@ -81,6 +81,11 @@ RULES: Sequence[tuple[str, Callable[[Any], bool], str]] = (
     ("clip_grad_norm step_timeout", lambda value: not value > 0, "must be positive, or null for none"),
     ("ema", lambda value: not 0 < value < 1, "must be between 0 and 1, such as 0.999, or null for none"),
     ("threads", lambda value: not _is_count(value, 1), "must be auto or a whole number of at least 1"),
+    (
+        "eval.every",
+        lambda value: value is not None and not _is_count(value),
+        "must be a number of steps, epoch, or null for none",
+    ),
     ("snapshot.every", lambda value: not _is_count(value), "must be a number of steps, or epoch"),
     ("time_limit", lambda value: not parse_duration(value), "give a duration such as 90s, 30m, 2h or 1h30m"),
 )
@@ -252,6 +257,13 @@ def _training(flat: Mapping[str, Any]) -> Iterator[str]:
         yield f"early_stop.min_delta={min_delta:g}: has no effect without early_stop.patience; give both"
     if patience is not None and flat["snapshot.monitor"] is None:
         yield f"early_stop.patience={patience}: needs a metric; set snapshot.monitor=loss or another one"
+    if flat["eval.every"] is None:
+        unused = ("eval.batches", "eval_every", "eval_chunks", "early_stop.patience", "snapshot.monitor")
+        for key in (*unused, "log.predictions"):
+            if flat[key] not in (None, False, "loss"):
+                yield f"{key}={flat[key]}: needs evaluations, and eval=none leaves them out; remove one of them"
+    elif flat["eval.every"] != "epoch" and flat["eval_every"] is not None:
+        yield f"eval_every={flat['eval_every']}: is the former form of eval.every; set it to null"
     if flat["reset_optimizer"] and not continues:
         yield "reset_optimizer=true: needs resume=<a run or one of its snapshots>"
     if resume == "auto" and run_dir is None:

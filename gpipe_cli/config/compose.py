@@ -68,6 +68,9 @@ from gpipe_cli.schedule.orders import AUTO
 from gpipe_cli.values import flatten
 
 ALLOW_VARIABLE = "GPIPE_ALLOW"
+EVAL_EVERY = (
+    "eval_every works for one more release; eval.every=<steps> leaves out the evaluations after epochs"
+)
 UNPREPARED = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """What both raise where they did not expect a value."""
 TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
@@ -90,7 +93,10 @@ def compose(request: Request) -> Job:
         settings = settings_of(composed.tree, request.command, request.words)
     overrides = (*composed.file.words, *composed.words)
     _check_plan_keys(settings, overrides)
-    note = overridden_epochs(settings, overrides)
+    notes = [
+        overridden_epochs(settings, overrides),
+        EVAL_EVERY if sets_key(overrides, "eval_every") else None,
+    ]
     return Job(
         request.command,
         overrides,
@@ -98,7 +104,7 @@ def compose(request: Request) -> Job:
         composed.tree,
         _model_name(composed),
         settings,
-        (*composed.notes, *([note] if note else ())),
+        (*composed.notes, *filter(None, notes)),
         json=request.json,
         dry_run=request.dry_run,
         debug=request.debug,

@@ -37,6 +37,12 @@ class PlanSearchConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    every: Any = "epoch"
+    batches: int | None = None
+
+
+@dataclass
 class LogConfig:
     every: int = 10
     partitions: bool = False
@@ -77,6 +83,7 @@ class NotConfigured:
     device_memory: Any = None
     ema: float | None = None
     epochs = 0
+    eval = EvaluationConfig()
     eval_chunks: int | None = None
     freeze: Sequence[str] = ()
     log = LogConfig()
@@ -154,6 +161,7 @@ class TrainConfig(RunConfig, CostConfig):
     epochs: int = 3
     steps: int | None = None
     resume: str | None = None
+    eval: EvaluationConfig = field(default_factory=EvaluationConfig)
     eval_every: int | None = None
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     deferred_batch_norm: bool = False
@@ -305,4 +313,4 @@ NO_EFFECT = {
 }
 """Keys that a command has only because it builds its parts as a training run does; giving one is an error."""
 COMPONENT_GROUPS = tuple(each.name for each in fields(TrainConfig) if each.type == "dict[str, Any]")
-GROUPS = (*COMPONENT_GROUPS, "schedule", "plan")
+GROUPS = (*COMPONENT_GROUPS, "schedule", "plan", "eval")

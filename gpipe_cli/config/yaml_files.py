@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, final
@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config.keys import check_option, chosen_options, groups_of, hint_for_unknown
 from gpipe_cli.config.saved_paths import use_found_paths
-from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS, EvaluationConfig
 from gpipe_cli.config.targets import MOVED, with_current_names
 from gpipe_cli.config.words import override_key
 from gpipe_cli.errors import ConfigError, did_you_mean
@@ -306,6 +306,11 @@ def read_as_current(saved: DictConfig, run: Path) -> None:
     """Remove what earlier versions saved and no command has any more, and use the paths that exist now."""
     if isinstance(plan := saved.get("plan"), MutableMapping):
         plan.pop("verify_budget", None)
+    if (
+        "early_stop" in saved and "eval" not in saved
+    ):  # a run of an earlier version, which held out other samples
+        saved.eval = asdict(EvaluationConfig())
+        saved.setdefault("data", {}).setdefault("stratify", False)
     use_found_paths(saved, run)
 
 

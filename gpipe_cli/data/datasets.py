@@ -112,7 +112,7 @@ class ImageSamples:
         self, images: Tensor, targets: Tensor, *, white: int = 255, size: int | None = None, channels: int = 3
     ) -> None:
         assert len(images) == len(targets) and images.dtype == torch.uint8 and images.dim() == 4
-        self._images, self._targets = images, targets.long()
+        self._images, self.targets = images, targets.long()
         self._white, self._size, self._channels = white, size, channels
 
     @property
@@ -131,7 +131,7 @@ class ImageSamples:
         inputs = self._images.index_select(0, indices).float().div_(self._white)
         if self._size is not None:
             inputs = resize(inputs, self._size, self._size)
-        return inputs.expand(-1, self._channels, -1, -1).contiguous(), self._targets.index_select(0, indices)
+        return inputs.expand(-1, self._channels, -1, -1).contiguous(), self.targets.index_select(0, indices)
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:
@@ -168,12 +168,14 @@ class SplitData:
     note: str | None
 
 
-def hold_out(data: Data, fraction: float | None, seed: int) -> SplitData:
+def hold_out(data: Data, fraction: float | None, seed: int, *, stratify: bool = True) -> SplitData:
     """Divide the training samples, if `fraction` says so or the data has no test set.
 
     The held-out part is the test set of data without one. Otherwise training evaluates on it, and leaves the test set
     to `gpipe eval`. Which samples it holds depends on the seed alone, so every rank, engine and resumed run holds out
     the same ones.
+
+    stratify: hold out the same fraction of each class, where the samples say their classes.
     """
     if fraction is not None and not 0 < fraction < 1:
         raise ConfigError(
@@ -188,11 +190,15 @@ def hold_out(data: Data, fraction: float | None, seed: int) -> SplitData:
     count = min(max(round(length * fraction), 1), length - 1)
     order = torch.randperm(length, generator=generator_for(seed, "validation"))
     # The longest sample stays: the model is traced, and its memory estimated, with it.
-    order = torch.cat([order[order != data.longest], torch.tensor([data.longest])])
-    held_out, kept = (part.sort().values for part in (order[:count], order[count:]))
+    order = order[order != data.longest]
+    labels = class_labels(data.train) if stratify else None
+    order = across_classes(order, labels)
+    held_out, kept = order[:count].sort().values, torch.cat([order[count:], torch.tensor([data.longest])])
+    kept = kept.sort().values
     validation = subset(data.train, held_out)
     note = (
         f"data.validation={fraction}: holding out {count} of {length} training samples, chosen by seed={seed}"
+        f"{'' if labels is None else ' across all classes'}"
     )
     if data.tokenizer is not None:
         note += "; its windows of text may overlap with others, those that data.held_out holds out do not"
@@ -205,6 +211,26 @@ def hold_out(data: Data, fraction: float | None, seed: int) -> SplitData:
     return SplitData(divided, validation, note)
 
 
+def class_labels(samples: Samples) -> Tensor | None:
+    """The class of each sample, if the samples have them as `targets`, as torchvision's datasets do."""
+    try:
+        labels = torch.as_tensor(getattr(samples, "targets", None))
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    is_integer = not (labels.is_floating_point() or labels.is_complex())
+    return labels if is_integer and labels.shape == (len(samples),) else None
+
+
+def across_classes(order: Tensor, labels: Tensor | None) -> Tensor:
+    """Rearrange indices so that any number of them from the front is divided among the classes as all are."""
+    if labels is None:
+        return order
+    by_class = order[labels[order].argsort(stable=True)]
+    _, place, counts = torch.unique(labels[by_class], return_inverse=True, return_counts=True)
+    rank = torch.arange(len(by_class)) - (counts.cumsum(0) - counts)[place]
+    return by_class[((rank.double() + 0.5) / counts[place]).argsort(stable=True)]
+
+
 def subset(samples: Samples, indices: Tensor) -> Samples:
     """The samples with these indices, which load batches at once if the samples do."""
     return (
@@ -215,6 +241,11 @@ def subset(samples: Samples, indices: Tensor) -> Samples:
 class _Subset:
     def __init__(self, samples: Samples, indices: Tensor) -> None:
         self._samples, self._indices = samples, indices
+
+    @property
+    def targets(self) -> Tensor | None:
+        labels = class_labels(self._samples)
+        return None if labels is None else labels[self._indices]
 
     def __len__(self) -> int:
         return len(self._indices)

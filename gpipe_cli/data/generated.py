@@ -50,6 +50,10 @@ class SyntheticSamples:
         self._patterns, self._noise = patterns, noise
         self._first, self._length = first, length
 
+    @property
+    def targets(self) -> Tensor:
+        return torch.arange(self._first, self._first + self._length) % len(self._patterns)
+
     def __len__(self) -> int:
         return self._length
 

@@ -65,6 +65,10 @@ class FolderSamples:
         if not self._files:
             raise DataError(f"{folder}: no images ({', '.join(sorted(SUFFIXES))}) in its class folders")
 
+    @property
+    def targets(self) -> list[int]:
+        return [target for _, target in self._files]
+
     def __len__(self) -> int:
         return len(self._files)
 

@@ -65,6 +65,7 @@ def _samples(dataset: Any, size: int | None) -> Samples:
 class PairSamples:
     def __init__(self, dataset: Dataset, size: int | None) -> None:
         self._dataset, self._size = dataset, size
+        self.targets = getattr(dataset, "targets", None)
 
     def __len__(self) -> int:
         return len(self._dataset)

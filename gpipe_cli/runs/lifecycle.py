@@ -75,7 +75,7 @@ from gpipe_cli.runs.summary import (
 )
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.early_stop import EarlyStop
-from gpipe_cli.training.loop import EvalResult, Position, TrainSpec
+from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.metrics import metrics_length_at, truncate_metrics
 from gpipe_cli.training.signals import StopRequests, defer_signals
 from gpipe_cli.values import parse_duration
@@ -170,6 +170,7 @@ class Run:
 
     def spec(self, parts: RunParts) -> TrainSpec:
         settings, loader, stop = self.settings, parts.loader, self.settings.early_stop
+        every = settings.eval.every
         early_stop = None
         if stop.patience is not None:
             assert settings.snapshot.monitor is not None, "the configuration was checked"
@@ -182,7 +183,8 @@ class Run:
             seed=settings.seed,
             measure_every=settings.log.every,
             eval_batches=loader.eval_batches,
-            eval_every=settings.eval_every,
+            eval_every=settings.eval_every if every == "epoch" else every,
+            eval_epochs=every == "epoch",
             early_stop=early_stop,
         )
         check_resumable(spec, self.record)
@@ -291,9 +293,9 @@ class Run:
             world=self.world.for_thread(PRACTICALLY_FOREVER),
         )
 
-    def ended(self, last: EvalResult, stopped_early: str | None, parts: RunParts, engine: Engine) -> Summary:
+    def ended(self, end: Position, stopped_early: str | None, parts: RunParts, engine: Engine) -> Summary:
         """Write and return the summary; stopped_early: why, if it did."""
-        summary = summarize(last, parts.loader, self.directory, self.job, stopped_early)
+        summary = summarize(end, parts.loader, self.directory, self.job, stopped_early)
         summary |= parts.made.notes
         rows, workers = self._launch["partitions"], parts.partitioning.workers
         summary["partitions"] = measured_memory_rows(rows, workers, engine.peak_bytes())

@@ -21,7 +21,14 @@ from gpipe_cli.errors import GpipeError, ResourceError
 from gpipe_cli.loggers.protocol import LoggedRun, Logger
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status, redirect_streams
-from gpipe_cli.report.progress import ProgressDisplay, RunSize, ShownEvaluation, ShownStep, progress_display
+from gpipe_cli.report.progress import (
+    ProgressDisplay,
+    RunSize,
+    ShownEvaluation,
+    ShownStep,
+    format_clock,
+    progress_display,
+)
 from gpipe_cli.safe_files import redacted, writing
 from gpipe_cli.training.loop import (
     EvalProgress,
@@ -38,6 +45,9 @@ from gpipe_cli.values import format_bytes
 RANK_LOGS = "logs"
 STEP_COLUMNS = ("step", "epoch", "split", "seconds")
 """Columns of metrics.jsonl that say where training stands; an experiment logger gets the others as values."""
+MEASURED_SECONDS, LONG_EVALUATION, MUCH_LONGER = 1.0, 10.0, 2.0
+"""Seconds of an evaluation that its forecast rests on; from how many on, and from how many times those of the training
+before it, it is worth a line."""
 GPIPE, RUN = logging.getLogger("gpipe_cli"), logging.getLogger("gpipe_cli.run")
 PIPELINE, LAYERS = logging.getLogger("gpipe_cli.pipeline"), logging.getLogger("gpipe_cli.layers")
 """The loggers of single partitions and of single layers, which know nothing of steps."""
@@ -92,27 +102,32 @@ class RunRecorder:
         # and could not restore rows that the snapshot counts but the disk never received.
         self.metrics.sync()
 
-    def record(self, events: Iterable[TrainEvent], stop_requested: Callable[[], bool]) -> EvalResult:
-        """Drive the training loop, record each fact, and return the last evaluation."""
+    def record(self, events: Iterable[TrainEvent], stop_requested: Callable[[], bool]) -> Position:
+        """Drive the training loop, record each fact, and return how far it has come."""
         self.progress.watch_stop(stop_requested)
-        last = self.start.evaluation
-        throughput = Throughput(self.start.seconds)
+        position = self.start
+        throughput, forecast = (
+            Throughput(self.start.seconds),
+            EvaluationForecast(self.size, self.start.seconds),
+        )
         for fact in events:
             self.log.label(fact.step, evaluates=isinstance(fact, EvalProgress))
             if isinstance(fact, EvalProgress):
                 self.progress.evaluating(fact.batches)
+                if (line := forecast.line(fact)) is not None:
+                    self.print_status(line)
                 continue
+            position = position.after(fact)
             if isinstance(fact, EvalResult):
-                last = fact
                 throughput.exclude(fact.took)
+                forecast.since = fact.seconds
                 self._evaluated(fact)
             else:
                 self._trained(fact, throughput.after(fact))
                 if fact.measured:
                     throughput.restart()
             self.disk.warn_once(self.print_status)
-        assert last is not None, "training ends with an evaluation"
-        return last
+        return position
 
     def _trained(self, fact: StepResult, samples_per_second: float) -> None:
         transfers = ""
@@ -199,17 +214,18 @@ class RankRecorder:
     def sync(self) -> None:
         """Do nothing: this rank writes no file that a snapshot depends on."""
 
-    def record(self, events: Iterable[TrainEvent], stop_requested: Callable[[], bool]) -> EvalResult:
-        last = self.start.evaluation
+    def record(self, events: Iterable[TrainEvent], stop_requested: Callable[[], bool]) -> Position:
+        position = self.start
         for fact in events:
             self.log.label(fact.step, evaluates=isinstance(fact, EvalProgress))
+            if isinstance(fact, EvalProgress):
+                continue
+            position = position.after(fact)
             if isinstance(fact, EvalResult):
-                last = fact
                 self.log.write("step %d | eval loss %.6g", fact.step, fact.loss)
-            elif isinstance(fact, StepResult) and fact.measured:
+            elif fact.measured:
                 self.log.write("step %d | train loss %.6g | lr %.3g", fact.step, fact.window.mean, fact.lr)
-        assert last is not None, "training ends with an evaluation"
-        return last
+        return position
 
 
 Recorder = RunRecorder | RankRecorder
@@ -298,6 +314,31 @@ class Throughput:
 
     def restart(self) -> None:
         self._samples, self._since = 0, self._now
+
+
+@final
+class EvaluationForecast:
+    """Says once, and early, that an evaluation takes much longer than the training before it."""
+
+    def __init__(self, size: RunSize, seconds: float) -> None:
+        self.since = seconds
+        """When the training before the evaluation began."""
+        self._batches, self._began = size.eval_batches, seconds
+
+    def line(self, done: EvalProgress) -> str | None:
+        if done.batches == 0:
+            self._began = done.seconds
+        trained, elapsed = self._began - self.since, done.seconds - self._began
+        if self._batches is None or done.batches == 0 or elapsed < MEASURED_SECONDS:
+            return None
+        expected = elapsed * self._batches / done.batches
+        if expected < max(LONG_EVALUATION, MUCH_LONGER * trained):
+            return None
+        fewer, self._batches = max(1, int(trained * self._batches / expected)), None
+        return (
+            f"this evaluation takes about {format_clock(expected)}, and the training before it took "
+            f"{format_clock(trained)}; limit it with eval.batches={fewer}, eval.every=<steps> or eval=none"
+        )
 
 
 def _row(fact: TrainFact, split: str, samples_per_second: float) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from gpipe_cli.runs.resume import longer_line
 from gpipe_cli.runs.snapshots.manifest import snapshot_paths
 from gpipe_cli.runs.snapshots.record import TrainingRecord
 from gpipe_cli.safe_files import parse_json, read_regular
-from gpipe_cli.training.loop import EvalResult, TrainSpec
+from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 SUMMARY, PAGE = "summary.json", "report.html"
@@ -34,21 +34,21 @@ MAX_SUMMARY_BYTES = 2**20
 
 
 def summarize(
-    last: EvalResult,
+    end: Position,
     loader: BatchLoader,
     directory: Path,
     job: Job,
     stopped_early: str | None = None,
 ) -> dict[str, Any]:
     """stopped_early: why, if it did."""
+    last = end.evaluation
     return {
-        "loss": last.loss,
-        **last.means,
-        "epochs": last.epoch + 1,
-        "steps": last.step,
+        **({"loss": last.loss, **last.means} if last is not None and end.evaluated else {}),
+        "epochs": -(-end.step // loader.steps_per_epoch),
+        "steps": end.step,
         **({"stopped_early": stopped_early} if stopped_early else {}),
-        "samples_per_second": loader.samples_after(last.step) / last.seconds,
-        "seconds": last.seconds,
+        "samples_per_second": loader.samples_after(end.step) / end.seconds,
+        "seconds": end.seconds,
         "run_dir": str(directory),
         "command": job.line,
     }
@@ -56,18 +56,15 @@ def summarize(
 
 def is_finished(record: TrainingRecord | None, spec: TrainSpec) -> bool:
     """Whether a run with a snapshot of this record has nothing left to train."""
-    return (
-        record is not None and record.position.evaluated and spec.ends(record.position.step, record.patience)
-    )
+    return record is not None and spec.is_done(record.position, record.patience)
 
 
 def finished_summary(
     directory: Path, record: TrainingRecord, spec: TrainSpec, loader: BatchLoader, job: Job
 ) -> Summary:
     """The summary of a run that has nothing left to train: the one in its directory, if that fits the record."""
-    assert record.position.evaluation is not None, "it is finished"
     stopped_early = spec.stops_early(record.position.step, record.patience)
-    summary = summarize(record.position.evaluation, loader, directory, job, stopped_early)
+    summary = summarize(record.position, loader, directory, job, stopped_early)
     before = _read_summary(directory)
     may_differ = ("run_dir", "command")
     if all(before.get(key) == value for key, value in summary.items() if key not in may_differ):

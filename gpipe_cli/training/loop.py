@@ -45,13 +45,16 @@ class TrainSpec:
     eval_batches: int | None = None
     """How many mini-batches an evaluation has, if that is known; only for display."""
     eval_every: int | None = None
-    """Steps between two evaluations, in addition to one after each epoch."""
+    """Steps between two evaluations."""
+    eval_epochs: bool = True
+    """Whether there is one after each epoch. If there are any, the last step has one."""
     early_stop: EarlyStop | None = None
 
     @property
     def evaluations(self) -> int:
         """How many there are at most."""
-        return self.epochs + (0 if self.eval_every is None else self.steps // self.eval_every)
+        between = 0 if self.eval_every is None else self.steps // self.eval_every + 1
+        return between + (self.epochs if self.eval_epochs else 0)
 
     @property
     def epochs(self) -> int:
@@ -61,9 +64,9 @@ class TrainSpec:
         return self.lr * self.lr_schedule.factor(step, self.steps)
 
     def evaluates_after(self, step: int) -> bool:
-        return step > 0 and (
-            self.ends_epoch(step) or (self.eval_every is not None and step % self.eval_every == 0)
-        )
+        every = self.eval_every
+        between = every is not None and (step % every == 0 or step == self.steps)
+        return step > 0 and (between or (self.eval_epochs and self.ends_epoch(step)))
 
     def ends_epoch(self, step: int) -> bool:
         """Whether an epoch, or the run, ends after this many steps."""
@@ -75,16 +78,19 @@ class TrainSpec:
             return None
         return self.early_stop.reason(patience)
 
-    def ends(self, step: int, patience: PatienceState | None) -> bool:
-        """Whether a run ends with the evaluation after this step."""
-        return step == self.steps or self.stops_early(step, patience) is not None
+    def is_done(self, position: Position, patience: PatienceState | None) -> bool:
+        """Whether a run that has come so far ends there, with its evaluation if it has one."""
+        if self.evaluates_after(position.step) and not position.evaluated:
+            return False
+        stops = position.evaluated and self.stops_early(position.step, patience) is not None
+        return stops or position.step == self.steps
 
     def measures(self, step: int) -> bool:
         """Whether the metrics of this step, counted from 1, are computed and recorded.
 
         The first step shows where the loss started; the last one before an evaluation can be compared with it.
         """
-        return step == 1 or step % self.measure_every == 0 or self.evaluates_after(step)
+        return step in (1, self.steps) or step % self.measure_every == 0 or self.evaluates_after(step)
 
 
 @final
@@ -284,7 +290,8 @@ def train(
                 break
             if spec.evaluates_after(step) and not spec.ends_epoch(step):
                 yield from _evaluation(engine, spec, step, eval_batches, began)
-        yield from _evaluation(engine, spec, step, eval_batches, began)
+        if spec.evaluates_after(step):
+            yield from _evaluation(engine, spec, step, eval_batches, began)
 
 
 def _evaluation(

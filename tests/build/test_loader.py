@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
+
 import torch
 from torch import Tensor
 
 from gpipe_cli.build.loader import BatchLoader
-from gpipe_cli.data.datasets import Data
+from gpipe_cli.data.datasets import Data, ImageSamples
 from gpipe_cli.data.transforms import Transforms
 
 
@@ -45,6 +48,28 @@ def test_what_is_measured_has_the_rows_of_the_largest_micro_batch() -> None:
     assert len(loader(0, 100).micro_batch(1)[1]) == 5, "not more than there are samples"
     assert len(loader(0, 100).micro_batch(2)[1]) == 3, "of a mini-batch that has all samples"
     assert loader(2).measured_batch(7)[1].tolist() == [2, 0, 1, 3, 4, 2, 0], "for a plan they repeat"
+
+
+def test_a_part_of_the_evaluation_is_the_same_for_every_replica_and_has_all_classes() -> None:
+    samples = ImageSamples(torch.zeros(50, 1, 2, 2, dtype=torch.uint8), torch.arange(50) // 10)
+    data = Data(samples, samples, classes=5, shape=(3, 2, 2))
+
+    def part(most: int | None, seed: int = 0, replicas: int = 1) -> list[list[int]]:
+        parts = (
+            BatchLoader(data, Transforms(None, None), 5, 10, seed, replica, replicas, most_eval_batches=most)
+            for replica in range(replicas)
+        )
+        return [torch.cat([target for _, target in each.test()]).tolist() for each in parts]
+
+    (two,) = part(2)
+    assert Counter(two) == dict.fromkeys(range(5), 4) and part(2) == [two]
+    assert sorted(chain(*part(2, replicas=2))) == two
+    loaders = [BatchLoader(data, Transforms(None, None), 5, 10, seed, most_eval_batches=2) for seed in (0, 1)]
+    assert loaders[0].eval_batches == 2 and len(loaders[0].eval_samples) == 20
+    inputs = [each.eval_samples._indices.tolist() for each in loaders]  # type: ignore[attr-defined]
+    assert inputs[0] != inputs[1], "the seed chooses"
+    assert len(part(9)[0]) == len(part(None)[0]) == 50
+    assert len(list(loaders[0].in_order("test"))) == 5, "gpipe eval evaluates all"
 
 
 def test_a_model_is_traced_with_two_rows_of_the_kind_that_the_data_has() -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import BatchedSamples, Data, Samples, SplitData, hold_out
+from gpipe_cli.data.datasets import (
+    BatchedSamples,
+    Data,
+    Samples,
+    SplitData,
+    class_labels,
+    generator_for,
+    hold_out,
+)
 from gpipe_cli.errors import ConfigError, DataError
 
 
@@ -67,6 +76,32 @@ def test_with_a_test_set_training_evaluates_on_what_it_holds_out_and_leaves_the_
     divided = hold_out(data(Numbers(30), test), 0.1, seed=0)
     assert divided.data.test is test and len(targets(divided.validation)) == 3
     assert len(divided.data.train) == 27
+
+
+class Labelled(Numbers):
+    def __init__(self, counts: dict[int, int]) -> None:
+        self.targets = [label for label, count in counts.items() for _ in range(count)]
+        super().__init__(len(self.targets))
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((2,), float(index)), self.targets[index]
+
+
+def test_every_class_is_held_out_in_proportion_unless_the_run_is_from_an_earlier_version() -> None:
+    """Of 40 images of each of three classes, 12, 5 and 13 were held out."""
+    samples = data(Labelled({0: 40, 1: 40, 2: 40}))
+    for seed in range(5):
+        divided = hold_out(samples, 0.25, seed)
+        held_out = Counter(targets(divided.validation))
+        assert held_out == {0: 10, 1: 10, 2: 10} and len(divided.data.train) == 90
+        assert class_labels(divided.data.train).tolist() == targets(divided.data.train)  # type: ignore[union-attr]
+    assert divided.note is not None and divided.note.endswith("chosen by seed=4 across all classes")
+    uneven = Counter(targets(hold_out(data(Labelled({3: 100, 5: 10, 9: 1})), 0.1, 0).validation))
+    assert uneven == {3: 10, 5: 1}, "and not the only sample of the third class"
+    before = hold_out(samples, 0.25, 0, stratify=False)
+    order = torch.randperm(120, generator=generator_for(0, "validation"))
+    first = order[order != samples.longest][:30].sort().values
+    assert targets(before.validation) == [Labelled({0: 40, 1: 40, 2: 40}).targets[index] for index in first]
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, float("nan")])

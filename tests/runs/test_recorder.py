@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from gpipe_cli.report.progress import RunSize
+from gpipe_cli.runs.recorder import EvaluationForecast
+from gpipe_cli.training.loop import EvalProgress
 from tests.support.command_line import Gpipe, UserModule
 
 LOGGERS = """
@@ -46,6 +49,22 @@ def test_a_custom_logger_gets_every_row(logged: Gpipe) -> None:
     assert [row.split()[0] for row in rows] == ["1", "2", "3", "4", "4"]
     assert "train/loss train/top1 train/top5 train/lr train/samples_per_second" in rows[0]
     assert "eval/loss" in rows[-1] and "eval/seconds" not in rows[-1]
+
+
+def test_an_evaluation_much_longer_than_its_training_says_so_once_with_the_key_that_limits_it() -> None:
+    """AlexNet on CIFAR-10, steps=4: 11 s of training, then 183 s of evaluation without a word."""
+    forecast = EvaluationForecast(RunSize(steps=4, epochs=1, eval_batches=157), 0.0)
+    done = [EvalProgress(4, 0, batches, 11.0 + 1.165 * batches) for batches in range(158)]
+    lines = list(filter(None, map(forecast.line, done)))
+    assert lines == [
+        "this evaluation takes about 3:03, and the training before it took 0:11; limit it with eval.batches=9, "
+        "eval.every=<steps> or eval=none"
+    ]
+    assert forecast.line(done[1]) is None
+    later = EvaluationForecast(RunSize(steps=4, epochs=1, eval_batches=157), 0.0)
+    later.since = 5.0  # there was an evaluation before, which is no training
+    short = [EvalProgress(8, 0, batches, 105.0 + 1.165 * batches) for batches in range(158)]
+    assert not any(map(later.line, short)), "less than twice as long"
 
 
 def test_training_continues_without_a_logger_that_fails(logged: Gpipe) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gpipe_cli import cli
 from gpipe_cli.runs.directory import lock_run_directory
@@ -307,6 +308,56 @@ def test_another_number_of_replicas_is_told_to_change_bits(gpipe: Gpipe, tiny_ru
     line = "replicas: 3 -> 1: gradients are summed in another order, so results may differ in the last bits"
     assert line in answer.err.splitlines()
     assert "replicas:" not in gpipe("train", "resume=run", ALLOW, "partitions=1", "steps=8").err
+
+
+def test_a_run_without_evaluations_finishes_resumes_and_may_be_evaluated_later(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path
+) -> None:
+    answer = tiny("train", "eval=none", "steps=6", "run_dir=none", "--json")
+    assert answer.code == 0 and answer.json["steps"] == 6 and "loss" not in answer.json
+    rows = list(map(json.loads, (tmp_path / "none/metrics.jsonl").read_text().splitlines()))
+    assert {row["split"] for row in rows} == {"train"} and rows[-1]["step"] == 6
+    assert "the run has finished; gpipe changed nothing" in gpipe("train", "resume=none", ALLOW).err
+    assert "no best snapshot" in gpipe("eval", "run=none", "which=best", ALLOW).err
+    assert gpipe("eval", "run=none", ALLOW).out.startswith("loss ")
+    assert tiny("train", "steps=6", "run_dir=every").code == 0
+    with_loss = gpipe("train", "resume=none", "eval=epoch", ALLOW, "--json")
+    assert with_loss.json["loss"] == json.loads((tmp_path / "every/summary.json").read_text())["loss"]
+
+
+def test_a_part_of_the_evaluation_has_the_same_result_on_resume_and_with_every_engine_and_split(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path
+) -> None:
+    words = ("eval.batches=1", "eval.every=2", "batch_size=12", "steps=4", "threads=1")
+    saves = ("snapshot.every=2", "snapshot.keep=9", "run_dir=whole")
+    whole = tiny("train", *words, *saves, "--json").json
+    for given in (("partitions=1",), ("engine=single",)):
+        assert tiny("train", *words, *given, "--json").json["loss"] == whole["loss"]
+    all_batches = tiny("train", *words[1:], "--json").json
+    assert all_batches["loss"] != whole["loss"]
+    resumed = gpipe("train", "resume=whole/snapshots/step-00000002", ALLOW, "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.json["loss"] == whole["loss"]
+
+
+def test_a_run_of_an_earlier_version_keeps_its_evaluations_and_the_samples_that_it_held_out(
+    tiny: Gpipe, gpipe: Gpipe, tiny_run: Path
+) -> None:
+    """They are chosen by seed alone, and trained on if they change."""
+    text = (tiny_run / "config.yaml").read_text()
+    saved = yaml.safe_load(text)
+    assert saved.pop("eval") == {"every": "epoch", "batches": None}
+    assert saved["data"].pop("stratify") is True
+    saved["eval_every"] = 7
+    (tiny_run / "config.yaml").write_text(yaml.safe_dump(saved))
+    answer = gpipe("train", "resume=run", "steps=8", ALLOW)
+    assert answer.code == 0 and "eval.every" not in answer.err and "stratify" not in answer.err
+    now = yaml.safe_load((tiny_run / "config.yaml").read_text())
+    assert now["eval"] == {"every": "epoch", "batches": None} and now["data"]["stratify"] is False
+    rows = map(json.loads, (tiny_run / "metrics.jsonl").read_text().splitlines())
+    assert 7 in [row["step"] for row in rows if row["split"] == "eval"]
+    told = gpipe("train", "model=mlp", "eval_every=5", "--dry-run").err
+    assert told.count("eval_every works for one more release; eval.every=<steps>") == 1
 
 
 def test_only_one_process_at_a_time_writes_to_a_run(gpipe: Gpipe, tiny_run: Path) -> None:

@@ -79,6 +79,31 @@ def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[TrainFact]:
     return (event for event in events(engine, steps, seed) if not isinstance(event, EvalProgress))
 
 
+@pytest.mark.parametrize(("every", "expected"), [(None, []), (2, [2, 4, 6, 7]), (9, [7])])
+def test_evaluations_come_after_so_many_steps_and_the_last_one_or_not_at_all(
+    every: int | None, expected: list[int]
+) -> None:
+    """A run of four steps trained for 11 s and evaluated for 183 s, and nothing could switch that off."""
+    spec = replace(plan(7, per_epoch=3), eval_every=every, eval_epochs=False, measure_every=99)
+    sizes = (4, 2, 2)
+    facts = [
+        fact
+        for fact in train(
+            Fake(), spec, lambda epoch, first: list(batches(*sizes))[first:], lambda epoch: batches(3)
+        )
+        if not isinstance(fact, EvalProgress)
+    ]
+    assert [fact.step for fact in facts if isinstance(fact, EvalResult)] == expected
+    assert len(expected) <= spec.evaluations <= len(expected) + (every is not None)
+    steps = [fact for fact in facts if isinstance(fact, StepResult)]
+    assert [fact.step for fact in steps] == [*range(1, 8)] and steps[-1].measured
+    position = Position()
+    for fact in facts[:-1]:
+        position = position.after(fact)
+        assert not spec.is_done(position, None)
+    assert spec.is_done(position.after(facts[-1]), None)
+
+
 def test_evaluations_between_epochs_come_in_addition() -> None:
     spec = replace(plan(8, per_epoch=3), eval_every=2)
     sizes = (4, 2, 2)

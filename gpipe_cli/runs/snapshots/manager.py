@@ -120,7 +120,7 @@ def save_and_stop(
             # The next look at the deadline is a step away, and a clean stop then still has to save.
             stops.reserve = TIME_MARGIN * (snapshots.save_seconds + longest)
             # A run that has just finished ends normally. All ranks know the same, so they skip the collective together.
-            if isinstance(fact, EvalResult) and spec.ends(fact.step, snapshots.patience):
+            if spec.is_done(snapshots.position, snapshots.patience):
                 break
             if request := stops.agreed():
                 raise request
