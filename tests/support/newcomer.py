@@ -187,7 +187,7 @@ def _fine_tune_and_predict(session: UserSession) -> None:
     assert "model.new_head=true" in refused, refused
     session.run(
         f"gpipe train {words} model.weights=digits.safetensors model.new_head=true 'freeze=[stem,layer1]' "
-        "'optimizer.groups=[{match: head, lr_scale: 10}]' ema=0.9 early_stop.patience=2 eval_every=2 run_dir=tuned"
+        "'optimizer.groups=[{match: head, lr_scale: 10}]' ema=0.9 early_stop.patience=2 eval.every=2 run_dir=tuned"
     )
     session.run("gpipe eval run=tuned which=last")
     predicted = session.json("gpipe predict run=tuned input=pictures/star --json")
