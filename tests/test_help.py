@@ -159,7 +159,7 @@ def test_help_belongs_to_the_model_that_was_chosen() -> None:
 def test_help_belongs_to_the_recipe_and_the_file_that_were_chosen(tmp_path: Path) -> None:
     text = shown("train recipe=hf_finetune --help")
     assert "hf_finetune*" in text and "1f1b*" in text and "model.path=..." in text
-    assert "steps=150" in text and "optimizer.lr=0.003" in text
+    assert "steps=150" in text and "optimizer.lr=0.00002" in text
     assert "chunks=16" in shown("train recipe=amoebanetd_memory recipe.scale=small --help")
     (tmp_path / "my.yaml").write_text("recipe: 'digits'\nmodel: hf\nchunks: 2\n")
     text = shown(f"train config={tmp_path / 'my.yaml'} --help")

@@ -46,7 +46,7 @@ balance: balance.manual.balance balance.params.balance balance.size.balance bala
 engine: engines.offload.build engines.processes.build engines.single.build engines.threads.build
 optimizer:
 lr_schedule: training.lr_schedules.Constant training.lr_schedules.Cosine training.lr_schedules.OneCycle
-    training.lr_schedules.Step
+    training.lr_schedules.Step training.lr_schedules.Linear
 logger: loggers.mlflow.build loggers.protocol.NoLogger loggers.tensorboard.build loggers.wandb.build
 """
 """What runs save in their config.yaml: a name may only go away if MOVED has it, and none be added unseen."""
