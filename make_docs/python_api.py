@@ -27,7 +27,7 @@ INTRODUCTION = """# Python API
 What `import gpipe_cli` offers to your own code: the pipeline without the command line. The page is made from the
 docstrings, which `help(...)` shows as well. Names that are not listed here may change in any version."""
 
-MAX_WIDTH = 90
+MAX_WIDTH = 97
 ARGUMENT = re.compile(r"^(\w+): ", re.MULTILINE)
 """How a docstring begins the explanation of an argument."""
 
@@ -65,7 +65,7 @@ def _module(module: ModuleType) -> Iterator[str]:
 
 
 def _class(name: str, cls: type) -> Iterator[str]:
-    yield _code(f"class {name}{_signature(cls)}")
+    yield _code(_signature(f"class {name}", cls))
     constructor = vars(cls).get("__init__")
     # Its own docstring: `inspect` would take that of nn.Module or object if there is none.
     described = constructor is not None and constructor.__doc__ is not None
@@ -78,7 +78,7 @@ def _class(name: str, cls: type) -> Iterator[str]:
 
 
 def _function(name: str, function: Any) -> Iterator[str]:
-    yield _code(f"{name}{_signature(function)}")
+    yield _code(_signature(name, function))
     if text := _text(function):
         yield text
 
@@ -94,7 +94,7 @@ class _Annotation:
         return self.text
 
 
-def _signature(value: Any) -> str:
+def _signature(name: str, value: Any) -> str:
     """In one line, or with each parameter in a line of its own if that is too long."""
     signature = inspect.signature(value)
 
@@ -109,8 +109,8 @@ def _signature(value: Any) -> str:
     ]
     returns = signature.empty if inspect.isclass(value) else written(signature.return_annotation)
     text = str(signature.replace(parameters=parameters, return_annotation=returns))
-    if len(text) <= MAX_WIDTH:
-        return text
+    if len(name) + len(text) <= MAX_WIDTH:
+        return f"{name}{text}"
     *_, end = text.rpartition(")")
     lines: list[str] = []
     for before, parameter in zip([None, *parameters], parameters, strict=False):
@@ -118,7 +118,7 @@ def _signature(value: Any) -> str:
         if keyword_only and (before is None or before.kind not in (parameter.kind, parameter.VAR_POSITIONAL)):
             lines.append("    *,")
         lines.append(f"    {parameter},")
-    return "\n".join(["(", *lines, f"){end}"])
+    return "\n".join([f"{name}(", *lines, f"){end}"])
 
 
 def _code(text: str) -> str:

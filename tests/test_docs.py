@@ -81,7 +81,8 @@ def without_blocks(page: Path) -> str:
 
 def commands(page: Path) -> list[str]:
     """The gpipe commands of all console blocks, with a name for the placeholder of a run."""
-    lines = [line.split(" #")[0] for block in console_blocks(page) for line in block.splitlines()]
+    blocks = [block.replace("\\\n", "") for block in console_blocks(page)]
+    lines = [line.split(" #")[0] for block in blocks for line in block.splitlines()]
     return [line.strip().replace(RUN, "first") for line in lines if line.startswith("gpipe ")]
 
 
@@ -138,6 +139,14 @@ def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> 
 
 
 @each_page
+def test_no_line_of_code_is_wider_than_a_page_of_the_site(page: Path) -> None:
+    """At 1100 and at 1300 pixels a block shows 97 characters, in the size of docs/style.css, without a scroll bar."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    wide = [line for block in blocks for line in block.splitlines() if len(line) > 97]
+    assert page.parent == TOP or wide == []
+
+
+@each_page
 def test_python_on_a_page_can_be_read_and_what_it_imports_is_there(
     page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +194,8 @@ def test_the_tutorial_holds_from_the_first_command_to_the_exported_model(
     gpipe: Gpipe, tmp_path: Path
 ) -> None:
     shutil.copy(EXAMPLES[1], tmp_path)
-    for line in (line for block in console_blocks(TUTORIAL) for line in block.splitlines()):
+    blocks = [block.replace("\\\n", "") for block in console_blocks(TUTORIAL)]
+    for line in (line for block in blocks for line in block.splitlines()):
         if line.startswith("gpipe"):
             run_as_printed(gpipe, line)
         else:

@@ -33,7 +33,8 @@ class Sentences:
 
     def batch(self, indices: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Pad the sentences to the longest of them."""
-        words = pad_sequence([self._sentences[index] for index in indices.tolist()], batch_first=True)
+        sentences = [self._sentences[index] for index in indices.tolist()]
+        words = pad_sequence(sentences, batch_first=True)
         mask = words > 0
         targets = words.roll(1, dims=1).where(mask, IGNORED)
         targets[:, 0] = IGNORED
