@@ -10,11 +10,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, get_args, get_type_hints
 
 import hydra
 from hydra import initialize
@@ -22,11 +22,20 @@ from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import Container, DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import (
+    BooleanNode,
+    Container,
+    DictConfig,
+    FloatNode,
+    IntegerNode,
+    OmegaConf,
+    StringNode,
+)
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException, ValidationError
 from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
+from gpipe_cli.config.instantiate import type_mismatch, union_members
 from gpipe_cli.config.job import Job, Rank
 from gpipe_cli.config.keys import check_words, hint_for_unknown, list_options
 from gpipe_cli.config.schema import (
@@ -52,7 +61,6 @@ from gpipe_cli.config.words import (
     SMALL,
     TEXT_KEYS,
     Request,
-    escape_references,
     named_packages,
     override_key,
     quote_override,
@@ -73,7 +81,7 @@ EVAL_EVERY = (
 )
 UNPREPARED = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """What both raise where they did not expect a value."""
-TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
+NODES = {int: IntegerNode(), float: FloatNode(), bool: BooleanNode(), str: StringNode()}
 
 
 @final
@@ -140,9 +148,11 @@ def compose_tree(request: Request) -> DictConfig:
 
 def print_config(request: Request) -> None:
     """gpipe <command> --cfg job [--package P] [--resolve]; it may be an unfinished configuration."""
-    package = request.package
-    shown: Any = _compose(request).tree
-    with config_errors(request.command):
+    composed, package = _compose(request), request.package
+    shown: Any = composed.tree
+    with composed.file.named_in_errors(), config_errors(request.command):
+        with suppress(OmegaConfBaseException):  # a value or an environment variable may be missing
+            typed(shown, request.command)
         if package not in (None, "_global_"):
             shown = OmegaConf.select(shown, str(package))
             if shown is None:
@@ -231,13 +241,8 @@ def _model_name(composed: _Composed) -> str:
 
 def settings_of(tree: DictConfig, command: str, words: Sequence[str]) -> CommandConfig:
     """The typed configuration: no key lost, none unknown, every value checked."""
-    _hide_environment_values()
     with config_errors(command):
-        check_references(OmegaConf.to_container(tree))
-        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-        assert isinstance(plain, dict)
-        check_numbers(plain)
-        settings = typed({str(key): value for key, value in plain.items()}, command)
+        settings = typed(tree, command)
     if isinstance(settings, ModelConfig):
         settings = replace(settings, allow=_allowed(settings, words))
         components = {
@@ -248,33 +253,49 @@ def settings_of(tree: DictConfig, command: str, words: Sequence[str]) -> Command
     return settings
 
 
-def typed(plain: dict[str, Any], command: str) -> CommandConfig:
-    """The command's dataclass from a plain mapping, which must have each of its keys and no other."""
-    schema = SCHEMAS[command]
-    for name in schema.__dataclass_fields__:
-        if name not in plain:
-            raise ConfigError(f"'{name}' was removed, but it is required")
-    # Merging into the schema raises on an unknown key, where to_object alone would drop it silently.
-    # The mapping is resolved, so what still looks like a reference in it is text.
-    settings = OmegaConf.to_object(OmegaConf.merge(_structured(command), _escaped(plain)))
+def typed(tree: DictConfig, command: str) -> CommandConfig:
+    """The command's dataclass from a tree, which must have each of its keys and no other."""
+    _hide_environment_values()
+    check_references(OmegaConf.to_container(tree))
+    plain: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    check_numbers(plain)
+    settings = _filled(SCHEMAS[command], plain, command)
     assert isinstance(settings, CommandConfig)
     return settings
 
 
-@cache
-def _structured(command: str) -> DictConfig:
-    """The command's schema; merging copies it, and building it takes a tenth of a composition."""
-    structured = OmegaConf.structured(SCHEMAS[command])
-    assert isinstance(structured, DictConfig)
-    return structured
+def _filled(kind: Any, plain: Mapping[str, Any], command: str, above: str = "") -> Any:
+    """A class of the schema with the values of its keys; above: the path to them, `log.` for those of LogConfig."""
+    hints, names = _type_hints(kind), [each.name for each in fields(kind)]
+    for key in (f"{above}{name}" for name in plain if name not in names):
+        raise ConfigError(f"unknown key '{key}'; {hint_for_unknown(key, command)}")
+    for key in (f"{above}{name}" for name in names if name not in plain):
+        raise ConfigError(f"'{key}' was removed, but it is required")
+    values = {}
+    for name in names:
+        key, value = f"{above}{name}", plain[name]
+        if not is_dataclass(hints[name]):
+            values[name] = _converted(value, hints[name], key)
+        elif isinstance(value, Mapping):
+            values[name] = _filled(hints[name], value, command, f"{key}.")
+        else:
+            raise ConfigError(f"{key}={value}: holds several keys; set one of them, {key}.<key>=...")
+    return kind(**values)
 
 
-def _escaped(value: Any) -> Any:
-    if isinstance(value, str):
-        return escape_references(value)
-    if isinstance(value, dict):
-        return {key: _escaped(member) for key, member in value.items()}
-    return [_escaped(member) for member in value] if isinstance(value, list) else value
+_type_hints = cache(get_type_hints)
+
+
+def _converted(value: Any, hint: Any, key: str) -> Any:
+    """The value if it fits the type hint. A number may stand for text, and text, as the environment has, for one."""
+    for kind in {*NODES} & {*union_members(hint)}:
+        with suppress(ValidationError):
+            value = NODES[kind].validate_and_convert(value)
+    if problem := type_mismatch(value, hint):
+        raise ConfigError(f"{key}={value}: {problem}")
+    if isinstance(value, list) and (inner := get_args(hint)):
+        return [_converted(member, inner[0], f"{key}[{index}]") for index, member in enumerate(value)]
+    return value
 
 
 @cache
@@ -404,37 +425,22 @@ def _describe(error: Exception, command: str) -> str:
     # Hydra 1.4 raises some errors without a text, and their cause has it.
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     whole = " ".join(f"{error}".split()) or " ".join(f"{cause}".split())
-    in_file = re.match(r"In '(.+?)': (\w+) raised while composing config: (.*)", whole)
     full_key = re.search(r"full_key: (\S+)", whole)
     key = getattr(cause, "full_key", None) or (full_key[1] if full_key else "")
     unknown = re.search(r"Key '(.+?)' (?:is )?not in|Could not override '(.+?)'", f"{cause} {whole}")
     if unknown:
         key = key or next(name for name in unknown.groups() if name)
-        place = f" in {in_file[1]}.yaml" if in_file else ""
-        return f"unknown key '{key}'{place}; {hint_for_unknown(key, command)}"
+        return f"unknown key '{key}'; {hint_for_unknown(key, command)}"
     if deleted := re.search(r"Could not delete from config.*'([^']+)'", whole):
         return f"~{deleted[1]}: there is no such key to remove; {hint_for_unknown(deleted[1], command)}"
     line = re.search(r"Error merging override (.+)", str(error))
-    reason = _reason(in_file[3] if in_file else _first_line(cause), cause, key)
-    return f"{line[1].removeprefix('++') if line else key or 'configuration'}: {reason}"
-
-
-def _reason(text: str, error: Exception, key: str) -> str:
-    if wrong := re.search(r"could not be converted to (\w+)", text):
-        return f"expected {TYPE_NAMES.get(wrong[1], wrong[1])}"
-    if "is not a valid bool" in text:
-        return f"expected {TYPE_NAMES['Boolean']}"
-    if isinstance(error, MissingMandatoryValue):
-        return "must be given"
-    if "is not Optional" in text:
-        return "must not be null"
-    if "is not a ListConfig" in text or "with ListConfig" in text:
-        return "expected a list in brackets"
-    if "is not a subclass of" in text:
-        return f"holds several keys; set one of them, {key}.<key>=..."
-    if "ListConfig indices" in text or "invalid literal for int" in text or "list indices" in text:
-        return "is below a list; set the list as a whole, <key>=[...]"
-    return f"{text[0].lower()}{text[1:]}"
+    about = line[1].removeprefix("++") if line else key or "configuration"
+    text = _first_line(cause)
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{about}: must be given"
+    if any(part in text for part in ("ListConfig", "invalid literal for int", "list indices")):
+        return f"{about}: expected a list in brackets, set as a whole"
+    return f"{about}: {text[0].lower()}{text[1:]}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -24,7 +24,7 @@ YAML_TYPES: Mapping[Any, tuple[str, tuple[type, ...]]] = {
     int: ("a whole number", (int,)),
     float: ("a number", (int, float)),
     **dict.fromkeys((str, Path), ("text", (str,))),
-    **dict.fromkeys((list, tuple, Sequence), ("a list such as [1,2]", (list, tuple))),
+    **dict.fromkeys((list, tuple, Sequence), ("a list in brackets, such as [1,2]", (list, tuple))),
     dict: ("a mapping", (dict,)),
     **dict.fromkeys((None, NoneType), ("null", (NoneType,))),
 }
@@ -106,7 +106,7 @@ def type_mismatch(value: Any, annotation: Any) -> str | None:
     """`expected a number`, or None if the YAML value fits the annotation or the annotation cannot be judged."""
     members = [
         member
-        for member in _members(annotation)
+        for member in union_members(annotation)
         # No YAML value is ever a tensor, so `float | Tensor` still asks for a number.
         if not (isinstance(member, type) and member.__module__.startswith("torch"))
     ]
@@ -115,11 +115,11 @@ def type_mismatch(value: Any, annotation: Any) -> str | None:
     return f"expected {' or '.join(dict.fromkeys(YAML_TYPES[member][0] for member in members))}"
 
 
-def _members(annotation: Any) -> list[Any]:
+def union_members(annotation: Any) -> list[Any]:
     """The types that an annotation allows, and what `Annotated` says of them."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType, typing.Annotated):
-        return [member for part in typing.get_args(annotation) for member in _members(part)]
+        return [member for part in typing.get_args(annotation) for member in union_members(part)]
     return [origin or annotation]
 
 

@@ -10,7 +10,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, final
@@ -71,7 +71,7 @@ def search_path(command: str, composing: Composing, config: HydraConf | None = N
     GlobalHydra.instance().clear()
     for base, schema in SCHEMAS.items():
         if issubclass(SCHEMAS[command], schema):  # gpipe launch-script begins with the files of gpipe train
-            store(f"{base}_schema", SCHEMAS[command])
+            store(f"{base}_schema", _defaults(command))
     store("config", SINGLE_JOB if config is None else config, group="hydra")
     _open.append(composing)
     try:
@@ -82,6 +82,12 @@ def search_path(command: str, composing: Composing, config: HydraConf | None = N
         if outer is not None:
             GlobalHydra.instance().initialize(outer)
             store("config", outer_config, group="hydra")
+
+
+@cache
+def _defaults(command: str) -> DictConfig:
+    """The keys of the command. Hydra judges no value: `compose` does, when files and words have set all of them."""
+    return OmegaConf.create(asdict(SCHEMAS[command]()))
 
 
 def store(name: str, node: Any, **place: Any) -> None:

@@ -105,7 +105,7 @@ MISTAKES = [
     ("{balance: [3, 5]}", "choose an option by its name; balance=manual balance.layers=[3,5]"),
     ("{recipe: {size: 1}}", "recipe: 'size' is not the name of a key"),
     ("{model: resnet19}", "model=resnet19: no such option; did you mean 'resnet"),
-    ("{chunks: x}", "chunks: expected a whole number"),
+    ("{chunks: x}", "chunks=x: expected a whole number"),
     ("{chunks: 0}", "chunks=0: must be at least 1"),
     ("{log: {evry: 1}}", "unknown key 'log.evry'; did you mean 'log.every'?"),
     ("{model: {_target_: os.system}}", "model._target_=os.system: not allowed here"),

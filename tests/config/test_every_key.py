@@ -67,7 +67,7 @@ def test_a_file_cannot_choose_an_option_where_there_are_only_keys(
     assert "my.yaml: plan: holds several keys; set one of them" in capsys.readouterr().err
     Path("my.yaml").write_text("plan: {budget: 5}\n")
     assert main(["plan", "config=my.yaml", "--cfg", "job", "--package", "plan.budget"]) == 0
-    assert capsys.readouterr().out == "5.0\n"
+    assert capsys.readouterr().out == "5\n"
 
 
 @pytest.mark.parametrize("command", [command for command in SCHEMAS if command not in WITH_MODEL])

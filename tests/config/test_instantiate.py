@@ -236,7 +236,7 @@ def test_what_fits_passes(annotation: Any, values: list[Any]) -> None:
         (float | torch.Tensor, ["x"], "expected a number"),
         (bool, [1], "expected true or false"),
         (str | None, [1], "expected text or null"),
-        (list[int], [3], "expected a list such as [1,2]"),
+        (list[int], [3], "expected a list in brackets, such as [1,2]"),
         (dict[str, int], [[1]], "expected a mapping"),
     ],
 )
