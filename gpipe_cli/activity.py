@@ -86,16 +86,17 @@ class Activity:
         now = time.monotonic()
         if now < self._due or not self._is_line_whole:
             return
-        text = f"{self._text()}, {now - self._began:.1f} s"
+        text, passed = self._text(), f", {now - self._began:.1f} s"
         with suppress(OSError):  # what cannot be written, nobody misses
             if not on_terminal():
                 self._due = now + max(LINE, LINE_SHARE * (now - self._started))
-                os.write(STDERR, f"{text}\n".encode())
+                os.write(STDERR, f"{text}{passed}\n".encode())
             elif os.tcgetpgrp(STDERR) == os.getpgrp():  # the terminal of a background job belongs to another
-                text = shorten(text, os.get_terminal_size(STDERR).columns - 1, placeholder="...")
+                room = (os.get_terminal_size(STDERR).columns or 80) - 1 - len(passed)
+                text = shorten(text, max(room, 3), placeholder="...")
                 self._is_drawn = True
                 # The cursor rests at the start, where ^C is echoed and C code prints.
-                os.write(STDERR, f"{_ERASE}{text}\r".encode())
+                os.write(STDERR, f"{_ERASE}{text}{passed}\r".encode())
 
     def _erase(self) -> None:
         if self._is_drawn:

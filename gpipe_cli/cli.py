@@ -27,7 +27,7 @@ from gpipe_cli.launch.outcome import leave_exit_code, recorded_attempt
 from gpipe_cli.launch.rank import is_main_process, leave_reason
 from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.report.formatting import describe
-from gpipe_cli.report.output import discard_stdout
+from gpipe_cli.report.output import discard_stdout, print_status
 from gpipe_cli.runs.directory import resumed_directory
 from gpipe_cli.safe_files import redacted
 from gpipe_cli.training.signals import as_stopped, ignore_signals, leave_immediately, stop_immediately
@@ -162,6 +162,5 @@ def _fail(error: BaseException, *, debug: bool) -> int:
     leave_exit_code(error)
     leave_reason(redacted(f"gpipe: {line}"), of_another=isinstance(error, PeerError))
     if is_main_process():
-        sys.stderr.write(f"gpipe: {line}\n")
-        sys.stderr.flush()
+        print_status(f"gpipe: {line}")
     return exit_code(error)

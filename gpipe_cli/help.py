@@ -6,6 +6,7 @@ Imports neither Hydra nor torch.
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +16,17 @@ from gpipe_cli.config.keys import FIRST, ConfigKey, Option, conf_dir, key_table,
 from gpipe_cli.config.schema import SCHEMAS
 from gpipe_cli.config.words import Request
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
+from gpipe_cli.report.formatting import whole_words
+from gpipe_cli.report.output import terminal_width
 
 WIDTH = 80
-LEFT = 28
-"""The widest left column of a table; a longer name gets a line of its own."""
+LEFT_SHARE = 0.35
+"""Of the width, for the left column of a table; a longer name gets a line of its own."""
 COMMANDS = (*SCHEMAS, "ls", "env")
+
+
+def _width() -> int:
+    return min(WIDTH, terminal_width(sys.stdout) or WIDTH)
 
 
 def about(name: str) -> Option:
@@ -30,7 +37,8 @@ def about(name: str) -> Option:
 def overview() -> str:
     """gpipe --help"""
     text = Path(__file__).with_name("overview.txt").read_text(encoding="utf-8").rstrip()
-    return text.format(commands=_section("Commands", {name: about(name).description for name in COMMANDS}))
+    commands = _section("Commands", {name: about(name).description for name in COMMANDS})
+    return _fitted(text.format(commands=commands))
 
 
 def command_help(name: str, request: Request | None = None) -> str:
@@ -49,10 +57,20 @@ def command_help(name: str, request: Request | None = None) -> str:
         hint = did_you_mean(search, names) or f"see `gpipe {name} --help`"
         raise ConfigError(f"nothing in the help of gpipe {name} matches '{search}'; {hint}")
     line, examples = f"Usage: {command.notes('usage')[0]}", "\n".join(command.notes("example"))
-    usage = textwrap.wrap(line, WIDTH, subsequent_indent=" " * 7, break_on_hyphens=False)
+    usage = _wrapped(line, _width(), subsequent_indent=" " * 7)
     start = [f"gpipe {name}: {command.description}.", "\n".join(usage)]
     start.append(f"Examples:\n{textwrap.indent(examples, '  ')}")
-    return "\n\n".join(shown if search else [*start, *shown])
+    return _fitted("\n\n".join(shown if search else [*start, *shown]))
+
+
+def _fitted(text: str) -> str:
+    """On a terminal that is narrower than the help, its lines continue below their second word."""
+    lines = text.splitlines()
+    return "\n".join(whole_words(line, _width(), len(line) - len(line.lstrip()) + 4) for line in lines)
+
+
+def _wrapped(text: str, width: int, **options: str) -> list[str]:
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False, **options)
 
 
 def _keys(command: str, request: Request) -> dict[str, dict[str, str]]:
@@ -98,11 +116,12 @@ def _group(row: ConfigKey, request: Request) -> dict[str, str]:
 
 def _section(title: str, rows: Mapping[str, str]) -> str:
     """A table of two columns; the second wraps below itself."""
-    left = min(max(map(len, rows)) + 2, LEFT)
+    width = _width()
+    left = min(max(map(len, rows)) + 2, int(LEFT_SHARE * width))
     lines = [f"{title}:"]
     for name, text in rows.items():
-        wrapped = textwrap.wrap(text, WIDTH - 2 - left, break_on_hyphens=False) or [""]
+        wrapped = _wrapped(text, width - 2 - left) or [""]
         is_short = len(name) <= left - 2
-        lines += [f"  {name:<{left}}{wrapped.pop(0)}"] if is_short else textwrap.wrap(f"  {name}", WIDTH)
+        lines += [f"  {name:<{left}}{wrapped.pop(0)}"] if is_short else _wrapped(f"  {name}", width)
         lines += [" " * (left + 2) + line for line in wrapped]
     return "\n".join(map(str.rstrip, lines))

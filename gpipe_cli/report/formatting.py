@@ -7,15 +7,21 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
+from rich.cells import cell_len
+
 from gpipe_cli.errors import GpipeError
 
 PERCENTAGES = ("top1", "top5", "accuracy", "mean_iou", "share", "bubble", "busy", "recompute")
 COUNT_UNITS = (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3))
 BYTE_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+LEAST_TEXT = 30
+"""Text folded to fewer characters is hard to read."""
 INVISIBLE = ("Cc", "Cf", "Cs", "Co")
 """Unicode categories: control, format, surrogate, private use. They can move a cursor or reverse text."""
 _LINE_BREAK = re.compile(r" *[\t-\r\x1c-\x1f\x85\u2028\u2029]\s*")
 """White space with a line break or a tab in it."""
+_WORD = re.compile(r"\s*(?:'[^']*'\S*|\S+)")
+"""With the spaces before it. What is quoted counts as one word: its spaces may be those of a path."""
 
 
 def format_value(name: str, value: Any) -> str:
@@ -54,6 +60,23 @@ def one_line(text: str) -> str:
     )
     # Other spaces stay as they are: the line may be a command that names a file.
     return _LINE_BREAK.sub(" ", "".join(visible)).strip()
+
+
+def whole_words(line: str, width: int, indent: int = 0) -> str:
+    """Fill up the rows of a terminal with spaces, so that it cuts no word: a line without breaks can be copied.
+
+    indent: that of all rows but the first, where it leaves enough room.
+    """
+    indent = indent if width - indent >= LEAST_TEXT else min(2, width // 2)
+    rows, row = "", ""
+    for word in _WORD.findall(line):
+        if row and cell_len(row + word) > width:
+            rows += row + " " * (width - cell_len(row))
+            row, word = " " * indent, word.lstrip()
+        row += word
+        while cell_len(row) > width:  # the terminal cuts what is longer than a row
+            rows, row = rows + row[:width], row[width:]
+    return rows + row
 
 
 def hidden_character(text: str) -> str | None:

@@ -42,7 +42,7 @@ LAYER_COLUMNS = {
     "source": "source",
 }
 """Keys of a row and their headings, in this order; a row has times if layers were measured, else FLOPs."""
-OPTIONAL_LAYER_COLUMNS = ("type", "bytes", "output", "partition", "parameters", "share", "saved")
+OPTIONAL_LAYER_COLUMNS = ("type", "bytes", "output", "saved", "parameters", "share", "partition")
 OPTIONAL_PARTITION_COLUMNS = ("device", "input_bytes", "parameters", "layers")
 PLAN_COLUMNS = {
     "balance": "balance",
@@ -92,6 +92,7 @@ def flop_rows(stats: ModelStats, balance: Sequence[int]) -> list[dict[str, Any]]
 
 def print_layers(rows: Sequence[Row], *, sort: str, top: int | None) -> None:
     columns = [key for key in LAYER_COLUMNS if key in rows[0]]
+    headings = {**LAYER_COLUMNS, "share": f"share of {'time' if 'forward_ms' in rows[0] else 'FLOPs'}"}
     if len({row.get("source") for row in rows}) == 1:
         columns = [key for key in columns if key != "source"]
     shown = sorted(rows, key=LAYER_ORDERS[sort])[:top]
@@ -102,7 +103,7 @@ def print_layers(rows: Sequence[Row], *, sort: str, top: int | None) -> None:
     )
     print_rows(
         title,
-        [LAYER_COLUMNS[key] for key in columns],
+        [headings[key] for key in columns],
         [
             [
                 format_shapes(row[key]) if key == "output_shape" else format_value(key, row[key])
@@ -110,7 +111,7 @@ def print_layers(rows: Sequence[Row], *, sort: str, top: int | None) -> None:
             ]
             for row in shown
         ],
-        optional=OPTIONAL_LAYER_COLUMNS,
+        optional=[headings.get(name, name) for name in OPTIONAL_LAYER_COLUMNS],
     )
 
 

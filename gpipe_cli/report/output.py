@@ -18,7 +18,7 @@ from select import select
 from typing import IO, Any, TextIO, final
 
 from gpipe_cli.activity import activity
-from gpipe_cli.report.formatting import one_line, printable
+from gpipe_cli.report.formatting import one_line, printable, whole_words
 from gpipe_cli.safe_files import open_regular
 
 STDIN, STDOUT, STDERR = 0, 1, 2
@@ -78,8 +78,15 @@ def redirect_streams(path: Path, base: Path) -> None:
 
 def print_status(line: str) -> None:
     """Print a line to stderr that is not part of the result."""
-    sys.stderr.write(f"{line_begin}{one_line(line)}\n")
+    line = f"{line_begin}{one_line(line)}"
+    width = terminal_width(sys.stderr)
+    sys.stderr.write(f"{line if width is None else whole_words(line, width)}\n")
     sys.stderr.flush()
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """None if the stream is no terminal, or one that does not know its width."""
+    return (os.get_terminal_size(stream.fileno()).columns or None) if stream.isatty() else None
 
 
 def print_text(text: str) -> None:

@@ -25,7 +25,7 @@ from rich.text import Text
 
 from gpipe_cli.activity import activity
 from gpipe_cli.report.environment import process_peak_bytes
-from gpipe_cli.report.formatting import format_value, one_line
+from gpipe_cli.report.formatting import format_value, one_line, whole_words
 from gpipe_cli.report.output import without_control_echo
 from gpipe_cli.report.progress import (
     Progress,
@@ -71,7 +71,8 @@ class _Screen(Live):
         with self._lock:
             lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
             if lines:
-                self.console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+                text = "\n".join(whole_words(line, self.console.width) for line in lines)
+                self.console.print(text, markup=False, highlight=False, soft_wrap=True)
             else:
                 super().refresh()
 
@@ -128,7 +129,8 @@ class ProgressPanel:
             self._screen.transient = kind is not None
             self._screen.stop()
             if kind is not None and self._progress.last is not None:
-                self._console.print(self._progress.line(), markup=False, highlight=False, soft_wrap=True)
+                line = whole_words(self._progress.line(), self._console.width)
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def step(self, step: ShownStep) -> None:
         with self._facts:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, final
 
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from gpipe_cli.errors import INTERRUPTED, PeerError, Stopped
-from gpipe_cli.report.formatting import format_value, one_line
+from gpipe_cli.report.formatting import LEAST_TEXT, format_value, one_line, whole_words
 from gpipe_cli.values import lower_is_better
 
 PIPE_WIDTH = 500
@@ -33,13 +34,14 @@ COMPARISON = "comparison.html"
 
 
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
-    """Two columns, name and value. The terminal wraps long lines, so that a command in one can be copied."""
+    """Two columns, name and value."""
     width = max(map(cell_len, facts), default=0) + COLUMN_GAP
-    rows = (
-        Text.assemble((f"{name:<{width}}", "bold"), one_line(format_value(name, value)))
-        for name, value in facts.items()
-    )
-    show(*([Text(title, style="italic")] if title else []), *rows, soft_wrap=True)
+    rows = [Text(title, style="italic")] if title else []
+    for name, value in facts.items():
+        line = whole_words(f"{name:<{width}}{one_line(format_value(name, value))}", _width(), width)
+        rows.append(Text(line))
+        rows[-1].stylize("bold", 0, len(name))
+    show(*rows, soft_wrap=True)
 
 
 def print_rows(
@@ -50,27 +52,60 @@ def print_rows(
 
 def rows_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, optional: Sequence[str] = ()
-) -> Table:
-    """On a terminal that is too narrow for all columns, leave those of `optional` out, the first one first."""
+) -> RenderableType:
+    """A narrow terminal folds headings and text. If that is not enough, columns of `optional` are left out, the first
+    one first; if the others are still too wide, each row becomes a paragraph with all columns."""
     cells = [
         [one_line(format_value(name, cell)) for name, cell in zip(columns, row, strict=True)] for row in rows
     ]
-    available = Console().width if sys.stdout.isatty() else PIPE_WIDTH
-    widths = [max(cell_len(row[index]) for row in [columns, *cells]) for index in range(len(columns))]
+    ranges = [_width_range(name, [row[index] for row in cells]) for index, name in enumerate(columns)]
     shown = list(range(len(columns)))
+
+    def room() -> int:
+        """What is left of the width if each column has as little as it needs."""
+        return _width() - sum(ranges[index][0] + COLUMN_GAP for index in shown) + COLUMN_GAP
+
     for name in optional:
-        needed = sum(widths[index] + COLUMN_GAP for index in shown) - COLUMN_GAP
-        if needed > available and name in columns:
+        if room() < 0 and name in columns:
             shown.remove(columns.index(name))
-    hidden = [name for index, name in enumerate(columns) if index not in shown]
-    if hidden:
+    if (left := room()) < 0:
+        return _paragraphs(title, columns, cells)
+    if hidden := [name for index, name in enumerate(columns) if index not in shown]:
         title = f"{title}; no room for {', '.join(hidden)}"
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for index in shown:
-        table.add_column(columns[index], overflow="fold", no_wrap=columns[index] not in FOLDED)
+        least, most = ranges[index]
+        width = min(most, least + left)
+        left -= width - least
+        table.add_column(columns[index], overflow="fold", width=width)
     for row in cells:
         table.add_row(*(Text(row[index]) for index in shown))
-    return table
+    return Group(Text(title, style="italic"), table)
+
+
+def _width() -> int:
+    return Console().width if sys.stdout.isatty() else PIPE_WIDTH
+
+
+def _width_range(name: str, cells: Sequence[str]) -> tuple[int, int]:
+    """The least and the greatest useful width of a column: words are not cut, and only text is folded."""
+    heading, widest = max(map(cell_len, name.split())), max(map(cell_len, cells), default=0)
+    least = widest
+    if name in FOLDED:
+        words = (cell_len(word) for cell in cells for word in cell.split())
+        least = max(min(widest, LEAST_TEXT), *words, 0)
+    return max(heading, least), max(cell_len(name), widest)
+
+
+def _paragraphs(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
+    parts: list[RenderableType] = [Text(title, style="italic")]
+    for first, *others in rows:
+        cells = [pair for pair in zip(columns[1:], others, strict=True) if pair[1] not in ("", "-")]
+        facts = ", ".join(f"{name} {cell}" for name, cell in cells if name not in FOLDED)
+        texts = [facts, *(cell for name, cell in cells if name in FOLDED)]
+        parts.append(Text(first if columns[0] == "name" else f"{columns[0]} {first}", style="bold"))
+        parts += [Padding(Text(text), (0, 0, 0, 2)) for text in texts if text]
+    return Group(*parts)
 
 
 def show(*parts: RenderableType, soft_wrap: bool = False) -> None:

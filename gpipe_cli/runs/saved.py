@@ -3,7 +3,6 @@ last one of a run), and its weights at once or on demand."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, load_module, nonpersistent_buffers
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.models.weights import fitted_weights, load_weights
-from gpipe_cli.report.formatting import format_value, one_line
+from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.snapshots.contents import decode_tensors, open_large_snapshot, record_of
 from gpipe_cli.runs.snapshots.manifest import (
@@ -123,7 +122,7 @@ def named_snapshot(path: Path, search: Search) -> VerifiedSnapshot:
 
 def warn_of_damaged(damaged: Mapping[Path, RunError]) -> None:
     for error in damaged.values():
-        sys.stderr.write(f"{one_line(str(error))}; gpipe uses the snapshot before it\n")
+        print_status(f"{error}; gpipe uses the snapshot before it")
 
 
 def weights_file(snapshot: VerifiedSnapshot) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +68,7 @@ def finished_summary(
     may_differ = ("run_dir", "command")
     if all(before.get(key) == value for key, value in summary.items() if key not in may_differ):
         hint = f" early ({stopped_early}); raise early_stop.patience to continue" if stopped_early else ""
-        sys.stderr.write(f"{directory}: the run has finished{hint}; gpipe changed nothing\n")
+        print_status(f"{directory}: the run has finished{hint}; gpipe changed nothing")
         return before
     write_summary(directory, summary)
     return summary

@@ -154,8 +154,8 @@ def test_an_echoed_control_c_leaves_nothing_behind() -> None:
         raise KeyboardInterrupt
     screen.feed(written(file))
     assert [line for line in screen.lines if line] == [
-        "step 4/8 | epoch 1/2 | train loss 1.6786 | lr 0.001 | 120 samples/s | moved 3 Mi",
-        "B | elapsed 0:08 | remaining 0:08",
+        "step 4/8 | epoch 1/2 | train loss 1.6786 | lr 0.001 | 120 samples/s | moved 3",
+        "MiB | elapsed 0:08 | remaining 0:08",
     ]
 
 
