@@ -57,20 +57,24 @@ def command_help(name: str, request: Request | None = None) -> str:
         hint = did_you_mean(search, names) or f"see `gpipe {name} --help`"
         raise ConfigError(f"nothing in the help of gpipe {name} matches '{search}'; {hint}")
     line, examples = f"Usage: {command.notes('usage')[0]}", "\n".join(command.notes("example"))
-    usage = _wrapped(line, _width(), subsequent_indent=" " * 7)
+    usage = _wrapped(line, _width(), indent=" " * 7)
     start = [f"gpipe {name}: {command.description}.", "\n".join(usage)]
     start.append(f"Examples:\n{textwrap.indent(examples, '  ')}")
     return _fitted("\n\n".join(shown if search else [*start, *shown]))
 
 
 def _fitted(text: str) -> str:
-    """On a terminal that is narrower than the help, its lines continue below their second word."""
+    """A terminal that is narrower than the help gets further rows that are indented."""
+    if (width := _width()) == WIDTH:
+        return text
     lines = text.splitlines()
-    return "\n".join(whole_words(line, _width(), len(line) - len(line.lstrip()) + 4) for line in lines)
+    return "\n".join(whole_words(line, width, len(line) - len(line.lstrip()) + 4) for line in lines)
 
 
-def _wrapped(text: str, width: int, **options: str) -> list[str]:
-    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False, **options)
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return textwrap.wrap(
+        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
 
 
 def _keys(command: str, request: Request) -> dict[str, dict[str, str]]:

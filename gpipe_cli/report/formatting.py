@@ -7,8 +7,6 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from rich.cells import cell_len
-
 from gpipe_cli.errors import GpipeError
 
 PERCENTAGES = ("top1", "top5", "accuracy", "mean_iou", "share", "bubble", "busy", "recompute")
@@ -67,6 +65,8 @@ def whole_words(line: str, width: int, indent: int = 0) -> str:
 
     indent: that of all rows but the first, where it leaves enough room.
     """
+    from rich.cells import cell_len  # help, lists and pipes need no rich
+
     indent = indent if width - indent >= LEAST_TEXT else min(2, width // 2)
     rows, row = "", ""
     for word in _WORD.findall(line):
