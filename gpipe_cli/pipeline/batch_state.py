@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple, final
@@ -28,13 +28,10 @@ from gpipe_cli.pipeline.module_state import (
     BufferState,
     ModuleParameters,
     SharedState,
-    modified_in_place,
 )
 from gpipe_cli.pipeline.split_backward import SplitBackward
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, sum_present
 from gpipe_cli.pytree import Template, unflatten
-from gpipe_cli.torch_internals.autograd import saved_behind
-from gpipe_cli.torch_internals.tensors import storage_of, version_of
 
 MicroBatchLoss = Callable[[Value, MicroBatch], Tensor]
 """Runs after the last layer in a step."""
@@ -52,8 +49,6 @@ class ForwardTask(NamedTuple):
     """One per layer of the partition."""
     holders: Mapping[Tensor, Sequence[int]]
     """The positions of the layers that hold each parameter of the pipe."""
-    written_inputs: set[int]
-    """Places of the pipe's input tensors that layers write in place."""
 
 
 @final
@@ -90,12 +85,6 @@ class SavedForBackward:
     def has_backward(self) -> bool:
         """Whether a gradient of the output leads to anything: not before the first trained layer."""
         return self.inputs is not None or any(root is not None for root in self.roots)
-
-    def memory(self) -> Iterator[Tensor]:
-        """The tensors that backward reads."""
-        if self.inputs is not None:
-            return chain.from_iterable(input.present for input in self.inputs)
-        return saved_behind([root.node for root in self.roots if root is not None])
 
     def offload(self, offload: Callable[[PartitionInput], Callable[[], PartitionInput] | None]) -> None:
         """Hand the inputs of a checkpointed forward to `offload`, which may decline with None."""
@@ -143,10 +132,6 @@ class BatchState:
     outputs: dict[int, PartitionInput] = field(default_factory=dict)
     output_gradients: list[Gradients] = field(default_factory=list)
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
-    written_inputs: set[int] = field(default_factory=set)
-    """Places of the input's tensors that layers wrote."""
-    input_versions: list[int] = field(default_factory=list)
-    """Version counters of the input's tensors after the forward."""
     failure: BaseException | None = None
     """The first failure, where torch's schedule would wrap it in an error of its own."""
 
@@ -200,7 +185,6 @@ class BatchState:
             self.loss if partition == len(untied) - 1 else None,
             untied[partition],
             self.tied.holders,
-            self.written_inputs,
         )
 
     def gradients_of_output(self, micro_batch: int) -> Gradients:
@@ -232,21 +216,6 @@ class BatchState:
     def untied_by_layer(self) -> list[list[Untied]]:
         """For every layer of the pipe; one such list for all micro-batches, or one for each."""
         return [list(chain.from_iterable(by_partition)) for by_partition in self.untied]
-
-    def bump_input_versions(self) -> None:
-        """Let the version counters of the caller's tensors see what layers wrote: micro-batches have their own."""
-        # A graph of the caller's that saved the input must notice that layers wrote it.
-        tensors = self.batch.tensors
-        torch.autograd.graph.increment_version([tensors[place] for place in self.written_inputs])
-        self.input_versions = [version_of(tensor) for tensor in tensors]
-
-    def check_input(self) -> None:
-        """Raise if the caller wrote a tensor that backward reads, as autograd does without a pipe."""
-        if self.input_versions != [version_of(tensor) for tensor in self.batch.tensors]:
-            storages = {storage_of(tensor) for tensor in self.batch.tensors}
-            for (partition, _), saved in sorted(self.saved.items(), key=lambda item: item[0]):
-                if any(storage_of(tensor) in storages for tensor in saved.memory()):
-                    raise modified_in_place("the input of the pipe", partition)
 
 
 def _join(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Tensor | None:

@@ -60,10 +60,8 @@ class PartitionInput(NamedTuple):
     @classmethod
     def of_pipe(cls, values: Sequence[Tensor], template: Template) -> PartitionInput:
         """The input of the first partition."""
-        # Micro-batches are views of one tensor and would share its version counter, so that a write to one would look
-        # like a write to all. `.data` gives each a counter of its own.
         return cls(
-            tuple([_resolved(tensor.data) for tensor in values]),
+            tuple([_resolved(tensor.detach()) for tensor in values]),
             tuple([tensor.requires_grad for tensor in values]),
             template,
             len(values),

@@ -98,7 +98,6 @@ class Executor:
         state = self._new_state(batch, checkpointed_counts, None)
         with self._undone_if_it_fails():
             self._run(state, self._orders(state).forward)
-        state.bump_input_versions()
         return attach_to_graph(state, self.backward)
 
     def step(self, batch: MiniBatch, loss: StepLoss, checkpointed_counts: Sequence[int]) -> None:
@@ -109,7 +108,6 @@ class Executor:
         for untied in state.untied_by_layer():
             state.tied.add_up(untied)
         # The workers only filled the gradients of detached inputs: autograd carries them on from here.
-        state.bump_input_versions()
         _backward_of_inputs(state)
 
     def loss(self, batch: MiniBatch, loss: StepLoss) -> None:

@@ -78,22 +78,23 @@ class Partition:
     ) -> tuple[tuple[PartitionInput, ...], SavedForBackward]:
         """The inputs of the partitions it sends to, and what backward needs."""
         saved = _saved_for_backward(inputs, task)
+        if self.index == 0:
+            # The caller's: layers may write their input in place, and the caller may write it before backward.
+            inputs = tuple(input.copied() for input in inputs)
         if not task.checkpointed:
             with self.state.separate(keeps_graph=task.batch.state.grad):
                 return self._run(inputs, task, saved), saved
-        # Layers that write their input write the caller's tensors, as they would without a pipe, but never those of the
-        # preceding partition: its own recompute may need them.
-        copied = tuple(input.copied() for input in inputs)
-        given, kept = (inputs, copied) if self.index == 0 else (copied, inputs)
         versions = self.state.parameters.versions()
         with self.state.repeatable() as buffers:
-            outputs = self._run(given, task, saved, checkpointing=True)
+            # Recompute needs the inputs as they are, and so may that of the preceding partition.
+            copied = tuple(input.copied() for input in inputs)
+            outputs = self._run(copied, task, saved, checkpointing=True)
         if any(any(output.needs_grad) for output in outputs):
             self.state.refuse_written(self.state.parameters, versions)
             # Dropping the roots frees the graph.
             saved.roots, saved.node_numbers = (), ()
-            saved.inputs, saved.buffers, saved.parameters = kept, buffers, self.state.parameters
-            saved.versions = ([input.versions() for input in kept], saved.parameters.versions().counters)
+            saved.inputs, saved.buffers, saved.parameters = inputs, buffers, self.state.parameters
+            saved.versions = ([input.versions() for input in inputs], saved.parameters.versions().counters)
             saved.outputs = tuple(output.kinds() for output in outputs)
         return outputs, saved
 
@@ -121,32 +122,10 @@ class Partition:
             else None,
         )
         if versions != [input.versions() for input in inputs]:
-            self._note_writes(inputs, versions, saved)
+            saved.writes_input = True
+            if self.index == 0:
+                _refuse_written_leaves(task.batch.tensors, versions[0], inputs[0].versions())
         return self._pack(outputs, inputs, saved)
-
-    def _note_writes(
-        self, inputs: Sequence[PartitionInput], versions: Sequence[Sequence[int]], saved: SavedForBackward
-    ) -> None:
-        """Remember which inputs the layers wrote in place; raise for a leaf of the caller that requires grad."""
-        saved.writes_input = True
-        now = chain.from_iterable(input.versions() for input in inputs)
-        written = [before != after for before, after in zip(chain.from_iterable(versions), now, strict=True)]
-        tensors = chain.from_iterable(input.tensors for input in inputs)
-        storages = {
-            storage_of(each)
-            for each, is_written in zip(tensors, written, strict=True)
-            if each is not None and is_written
-        }
-        given = saved.task.batch.tensors
-        places = {storage_of(tensor): place for place, tensor in enumerate(given)}
-        # A copy for recompute, or on another device, is not memory of the caller.
-        callers = {places[storage] for storage in storages & places.keys()}
-        saved.task.written_inputs.update(callers)
-        if self.index == 0 and any(given[place].requires_grad and given[place].is_leaf for place in callers):
-            raise RuntimeError(
-                "a view of a leaf Variable that requires grad is being used in an in-place operation: the first "
-                "partition writes the input of the pipe. Pass a clone of the input"
-            )
 
     def recompute(self, saved: SavedForBackward) -> None:
         """Run a checkpointed forward again to build the graph that it did not keep."""
@@ -277,6 +256,16 @@ def _saved_for_backward(inputs: tuple[PartitionInput, ...], task: ForwardTask) -
         return SavedForBackward(task, GradSink(inputs[0].needs_grad), (len(inputs[0].tensors),))
     needs_grad = tuple(chain.from_iterable(input.needs_grad for input in inputs))
     return SavedForBackward(task, GradSink(needs_grad), tuple(len(input.tensors) for input in inputs))
+
+
+def _refuse_written_leaves(given: Sequence[Tensor], before: Sequence[int], after: Sequence[int]) -> None:
+    """Raise, as without a pipe, if layers wrote an input of the caller's that is a leaf and requires grad."""
+    for tensor, *versions in zip(given, before, after, strict=True):
+        if tensor.is_leaf and tensor.requires_grad and len(set(versions)) > 1:
+            raise RuntimeError(
+                "a view of a leaf Variable that requires grad is being used in an in-place operation: the first "
+                "partition writes the input of the pipe. Pass a clone of the input"
+            )
 
 
 def _roots_with_gradients(saved: SavedForBackward, gradients: Gradients) -> list[tuple[GradientEdge, Tensor]]:

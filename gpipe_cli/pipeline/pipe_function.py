@@ -61,7 +61,6 @@ class _PipeBackward:
         call their hooks anyway, without a gradient.
         """
         state = self.state
-        state.check_input()
         # The anchor is reached by a plain backward(), but not by inputs= or autograd.grad, which name their leaves.
         if not fills_leaf(ANCHOR):
             raise RuntimeError(

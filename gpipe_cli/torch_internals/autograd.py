@@ -9,7 +9,6 @@ over a pipe needs to know as well.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -154,18 +153,6 @@ def nodes_behind(nodes: Sequence[Node]) -> Iterator[Node]:
             visited.add(node)
             yield node
             stack.extend(following for following, _ in node.next_functions if following is not None)
-
-
-def saved_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
-    """The tensors that the graph beginning with `nodes` saved, unless a hook replaced them."""
-    for node in nodes_behind(nodes):
-        for name in _saved(node):
-            # Reading a tensor that was written in place raises; backward will report it.
-            saved = None
-            with contextlib.suppress(RuntimeError):
-                saved = getattr(node, name)
-            members = saved if isinstance(saved, tuple | list) else [saved]
-            yield from (member for member in members if isinstance(member, Tensor))
 
 
 def keeps_graph() -> bool:
