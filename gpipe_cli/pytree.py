@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
@@ -103,6 +103,15 @@ def plain_values(template: Template) -> list[Any]:
     if isinstance(template, _Container):
         return [value for member in template.members for value in plain_values(member)]
     return [template.value] if isinstance(template, _Plain) else []
+
+
+def paths(template: Template, path: tuple[Any, ...] = ()) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Yield the place of each tensor, with the keys that lead to it; a tensor that occurs twice comes twice."""
+    if isinstance(template, int):
+        yield template, path
+    elif isinstance(template, _Container):
+        for key, member in zip(template.keys or range(len(template.members)), template.members, strict=True):
+            yield from paths(member, (*path, key))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpipe_cli.pipeline.context import CallerState, MicroBatch
 from gpipe_cli.pipeline.layer import draw_key
-from gpipe_cli.pytree import SINGLE, Template, element, flatten, flatten_with, map_tensors
+from gpipe_cli.pytree import SINGLE, Template, element, flatten, flatten_with, map_tensors, paths
 from gpipe_cli.schedule.action import Checkpoint, checkpointed_counts
 
 Value: TypeAlias = Any
@@ -71,7 +71,7 @@ class Batch:
         return rows
 
     def _element(self, what: str, place: int) -> str:
-        return element(what, _path_to(self.template, place) or ())
+        return element(what, next(path for at, path in paths(self.template) if at == place))
 
     def scatter(self, count: int) -> list[tuple[Tensor, ...]]:
         """The tensors of each micro-batch, of the sizes that `micro_batches` gives; no row is lost, none is copied."""
@@ -97,19 +97,6 @@ def _parts(value: Any, what: str) -> tuple[tuple[Tensor, ...], Template, frozens
 
     tensors, template = flatten_with(value, what, tensor_of)
     return tensors, template, frozenset(place for place, tensor in enumerate(tensors) if id(tensor) in whole)
-
-
-def _path_to(template: Template, place: int) -> tuple[Any, ...] | None:
-    """The keys that lead to the tensor at `place`."""
-    if isinstance(template, int):
-        return () if template == place else None
-    members = getattr(template, "members", ())
-    keys = getattr(template, "keys", ()) or range(len(members))
-    for key, member in zip(keys, members, strict=True):
-        path = _path_to(member, place)
-        if path is not None:
-            return (key, *path)
-    return None
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pytree import Template, element, flatten, plain_values, unflatten
+from gpipe_cli.pytree import element, flatten, paths, plain_values, unflatten
 from gpipe_cli.values import POSITIONS
 
 
@@ -57,8 +57,8 @@ class TraceSample:
         """The keys of a dict; None for another value."""
         self.constants = plain_values(self._template)
         """Arguments that are no tensors, which the trace fixes."""
-        paths = dict(reversed([*_paths(self._template)]))
-        self.paths = [paths[place] for place in range(len(self.tensors))]
+        path_of = dict(reversed([*paths(self._template)]))
+        self.paths = [path_of[place] for place in range(len(self.tensors))]
         """For each tensor the keys that lead to it."""
         self.names = [_name(path) for path in self.paths]
         self.sizes = self._find_sizes()
@@ -116,17 +116,6 @@ class TraceSample:
 
 def shapes_of(tensors: Iterable[Tensor]) -> str:
     return " and ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
-
-
-def _paths(template: Template, path: tuple[Any, ...] = ()) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """Yield the place of each tensor, and the keys that lead to it in the sample."""
-    if isinstance(template, int):
-        yield template, path
-        return
-    members = getattr(template, "members", ())
-    keys = getattr(template, "keys", ()) or range(len(members))
-    for key, member in zip(keys, members, strict=True):
-        yield from _paths(member, (*path, key))
 
 
 def _name(path: tuple[Any, ...]) -> str:
