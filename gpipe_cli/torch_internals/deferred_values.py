@@ -28,41 +28,21 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from gpipe_cli.torch_internals.tensors import tensors_in_tree, version_of
 
 _aten = torch.ops.aten
-EMPTIES = frozenset(
-    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
-)
+
+
+def _operations(names: str) -> frozenset[Any]:
+    return frozenset(getattr(_aten, name) for name in names.split())
+
+
+EMPTIES = _operations("empty empty_like empty_strided new_empty new_empty_strided")
 """Operations that make a tensor without values."""
-FILLS = frozenset(
-    {
-        _aten.bernoulli_,
-        _aten.cauchy_,
-        _aten.copy_,
-        _aten.exponential_,
-        _aten.fill_,
-        _aten.geometric_,
-        _aten.log_normal_,
-        _aten.normal_,
-        _aten.random_,
-        _aten.uniform_,
-        _aten.zero_,
-    }
+FILLS = _operations(
+    "bernoulli_ cauchy_ copy_ exponential_ fill_ geometric_ log_normal_ normal_ random_ uniform_ zero_"
 )
 """Operations that give a tensor new values without reading those it had."""
-MODELLED = frozenset(
-    {
-        _aten.empty_like,
-        _aten.full_like,
-        _aten.new_empty,
-        _aten.new_empty_strided,
-        _aten.new_full,
-        _aten.new_ones,
-        _aten.new_zeros,
-        _aten.ones_like,
-        _aten.rand_like,
-        _aten.randint_like,
-        _aten.randn_like,
-        _aten.zeros_like,
-    }
+MODELLED = _operations(
+    "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like "
+    "randn_like zeros_like"
 )
 """Operations that take a device, a dtype or a shape from a tensor, but no values."""
 
@@ -218,9 +198,6 @@ MAX_BYTES_IN_MEMORY = 2**28
 """Bytes of large tensors kept besides one operation's: an initialization may read what it just wrote."""
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_aten = torch.ops.aten
-
-
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
 
 
