@@ -93,8 +93,7 @@ class ShapeInference:
         assert isinstance(clone, nn.Sequential), "a copy has the type of the original"
         self._module = clone
         layers = layers_of(clone)
-        views = partition_modules(clone, layers, balance)
-        self._partitions = make_partitions(views, layers, balance, [device])
+        self._partitions = make_partitions(partition_modules(clone, layers, balance), layers, [device])
         self._cache: dict[tuple[Any, ...], tuple[BoundarySpec, ...]] = {}
 
     def boundaries(

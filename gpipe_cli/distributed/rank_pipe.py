@@ -35,7 +35,7 @@ from gpipe_cli.pipeline.layer_logging import log_layer_times
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.module_state import BufferState, SharedState, buffer_owners, modules_of, tensors_in
-from gpipe_cli.pipeline.pipe import Division, Pipe
+from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.action import Checkpoint
@@ -57,7 +57,8 @@ def rank_pipe(
 ) -> Pipe:
     """Only the partitions of this process have storage."""
     pipe = Pipe(module, chunks, deferred_batch_norm)
-    runner = RankRunner(pipe.module, pipe._divide(balance), coords, schedule)
+    pipe._divide(balance)
+    runner = RankRunner(pipe, balance, coords, schedule)
     return pipe._run_by(runner, [coords.device], checkpoint)
 
 
@@ -72,28 +73,27 @@ class RankRunner:
 
     def __init__(
         self,
-        module: nn.Sequential,
-        division: Division,
+        pipe: Pipe,
+        balance: Sequence[int],
         coords: RankCoords,
         schedule: str | ScheduleModule,
     ) -> None:
-        self._module, self._coords = module, coords
+        self._module, self._balance, self._coords = pipe.module, list(balance), coords
         self._schedule, self._torch_schedule = schedule, torch_schedule_class(schedule)
-        self._shape_inference = ShapeInference(module, division.balance, coords.device)
-        partitions = division.partitions([coords.device])
-        self._balance = list(division.balance)
+        self._shape_inference = ShapeInference(pipe.module, balance, coords.device)
+        partitions = pipe._partitions_on([coords.device])
         self._own = [partitions[index] for index in coords.own_partitions]
         own_layers = [layer for partition in self._own for layer in partition.layers]
         self._own_modules = [layer.module for layer in own_layers]
         own = ", ".join(str(partition.index) for partition in self._own)
         with note_device(f"moving partition{'s' if len(self._own) > 1 else ''} {own}", coords.device):
-            keep_only(module, self._own_modules, coords.device)
+            keep_only(pipe.module, self._own_modules, coords.device)
         self._own_batch_norms = [
             batch_norm for layer in own_layers for batch_norm in deferred_batch_norms(layer.module)
         ]
-        self._shared = SharedState.between([list(partition.children()) for partition in division.modules])
-        self._tied = TiedParameters([layer.module for layer in division.layers])
-        self._tied_gradients = TiedGradients(self._tied, rank_of_layer(division.balance, coords), coords)
+        self._shared = SharedState.between([list(partition.children()) for partition in pipe.partitions])
+        self._tied = TiedParameters(list(pipe.module))
+        self._tied_gradients = TiedGradients(self._tied, rank_of_layer(balance, coords), coords)
         self._replicas = Replicas(coords)
         self._gradient_buckets = self._make_gradient_buckets() if self._replicas.several else None
         self._schedules: dict[tuple[object, ...], TorchSchedule] = {}

@@ -30,7 +30,7 @@ from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, moved
 from gpipe_cli.pipeline.partitioning import move_to_devices, place_buffers
-from gpipe_cli.pipeline.pipe import Division, Output, Pipe
+from gpipe_cli.pipeline.pipe import Output, Pipe
 from gpipe_cli.schedule import ScheduleModule, order, traits
 from gpipe_cli.schedule.action import Checkpoint
 from gpipe_cli.schedule.orders import BY_SLICE
@@ -50,22 +50,23 @@ def offloaded_pipe(
 ) -> Pipe:
     """stores: one per device, which bring its partitions there."""
     pipe = Pipe(module, chunks, deferred_batch_norm)
-    executor = _executor(pipe._divide(balance), devices, stores, schedule)
+    executor = _executor(pipe, balance, devices, stores, schedule)
     return pipe._run_by(executor, list(devices), checkpoint)
 
 
 def _executor(
-    division: Division,
+    pipe: Pipe,
+    balance: Sequence[int],
     devices: Sequence[torch.device],
     stores: Sequence[PartitionStore],
     schedule: str | ScheduleModule = BY_SLICE,
 ) -> Executor:
     workers = len(devices)
-    placement = traits(schedule).placement(len(division.balance), workers)
+    placement = traits(schedule).placement(len(balance), workers)
     devices, stores = [devices[index] for index in placement], [stores[index] for index in placement]
-    move_to_devices(division.modules, devices, place_buffers)
-    partitions = division.partitions(devices)
-    return Executor(partitions, partial(order, schedule), workers, division.batch_norms, stores=stores)
+    pipe._divide(balance)
+    move_to_devices(pipe.partitions, devices, place_buffers)
+    return Executor(pipe._partitions_on(devices), partial(order, schedule), workers, stores=stores)
 
 
 @final
@@ -100,7 +101,7 @@ class OffloadModel(Pipe):
         tier.reserve(sum(layer_bytes(sequence)))
         self._prefetcher = SlicePrefetcher(parameters.store(tier), tier, self.device)
         store = _WithGradients(self._prefetcher, self.device)
-        executor = _executor(self._divide(balance), [self.device], [store])
+        executor = _executor(self, balance, [self.device], [store])
         self._run_by(executor, [self.device], "always" if checkpoint_activation else "never")
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Output:

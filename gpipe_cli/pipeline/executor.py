@@ -20,7 +20,7 @@ from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.accelerator.streams import StreamSet
 from gpipe_cli.pipeline.action_loop import ActionLoop, PartitionStore, Recorder
 from gpipe_cli.pipeline.batch_state import BatchState
-from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard
+from gpipe_cli.pipeline.batchnorm import commit_or_discard, deferred_batch_norms
 from gpipe_cli.pipeline.boundary import Gradients
 from gpipe_cli.pipeline.layer_logging import log_layer_times
 from gpipe_cli.pipeline.loss import StepLoss
@@ -69,7 +69,6 @@ class Executor:
         partitions: Sequence[Partition],
         make_order: MakeOrder,
         workers: int,
-        batch_norms: Sequence[DeferredBatchNorm] = (),
         *,
         stores: Sequence[PartitionStore] = (),
     ) -> None:
@@ -83,7 +82,7 @@ class Executor:
         devices = [partition.device for partition in partitions for _ in partition.layers]
         self._devices = devices if len(set(devices)) > 1 else ()
         self._lengths = [len(partition.layers) for partition in partitions]
-        self._batch_norms = batch_norms
+        self._batch_norms = [each for layer in self._layers for each in deferred_batch_norms(layer)]
         self._make_order = make_order
         self._stores = stores
         self._workers = workers

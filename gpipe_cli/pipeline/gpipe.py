@@ -56,14 +56,13 @@ class GPipe(Pipe):
         self._check_balance()
         chosen = choose_devices(devices, len(self.balance), repeats=schedule_traits.several_per_device)
         placed = placed_devices(schedule_traits, chosen, len(self.balance))
-        division = self._divide(self.balance)
-        move_to_devices(division.modules, placed)
+        self._divide(self.balance)
+        move_to_devices(self.partitions, placed)
         # Without layers a pipe is the identity, and so is a partition without layers.
-        partitions = division.partitions(placed) or [
+        partitions = self._partitions_on(placed) or [
             Partition(index=0, layers=(), device=torch.device("cpu"))
         ]
-        workers = max(1, len(chosen))
-        executor = Executor(partitions, partial(order, schedule), workers, division.batch_norms)
+        executor = Executor(partitions, partial(order, schedule), workers=max(1, len(chosen)))
         executor.timeout = step_timeout
         self._run_by(executor, chosen, modes)
 
@@ -107,12 +106,11 @@ def plain_pipe(
     """
     pipe = Pipe(module, chunks, deferred_batch_norm)
     balance = [len(pipe)] if balance is None else balance
-    division = pipe._divide(balance)
+    pipe._divide(balance)
     executor = Executor(
-        division.partitions([device]),
+        pipe._partitions_on([device]),
         lambda partitions, chunks, workers: one_by_one(partitions, chunks, devices=1),
         workers=0,
-        batch_norms=division.batch_norms,
     )
     return pipe._run_by(executor, [device], checked_checkpoint(checkpoint, len(balance)))
 

@@ -76,13 +76,11 @@ def move_to_devices(
 
 
 def make_partitions(
-    modules: nn.ModuleList,
-    layers: tuple[Layer, ...],
-    balance: Sequence[int],
-    devices: Sequence[torch.device],
+    modules: nn.ModuleList, layers: tuple[Layer, ...], devices: Sequence[torch.device]
 ) -> list[Partition]:
     """Assign partitions to `devices` round robin."""
     layout = skip_layout(list(modules))
+    balance = [len(list(module.children())) for module in modules]
     ends = list(accumulate(balance))
     uses = Counter(part for module in modules for part in module.modules())
     return [

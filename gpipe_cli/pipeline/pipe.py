@@ -10,22 +10,17 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, zip_longest
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeAlias, final, overload
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, final, overload
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.action_loop import Recorder
-from gpipe_cli.pipeline.batchnorm import (
-    DeferredBatchNorm,
-    convert_deferred_batch_norm,
-    deferred_batch_norms,
-)
+from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm
 from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.layer import Layer, layers_of
+from gpipe_cli.pipeline.layer import layers_of
 from gpipe_cli.pipeline.loss import LossFunction, Reduction, StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, gather, tensors_of
 from gpipe_cli.pipeline.partition import Partition
@@ -67,21 +62,6 @@ class Runner(Protocol):
         """End the threads of the runner, or drop what it keeps between steps."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Division:
-    """A sequence divided into partitions, for whoever makes the runner of a pipe."""
-
-    modules: nn.ModuleList
-    layers: tuple[Layer, ...]
-    balance: Sequence[int]
-    batch_norms: Sequence[DeferredBatchNorm]
-
-    def partitions(self, devices: Sequence[torch.device]) -> list[Partition]:
-        """The partitions with their skips, on `devices` in turn."""
-        return make_partitions(self.modules, self.layers, self.balance, devices)
-
-
 class Pipe(nn.Module):
     """Constructed by functions and subclasses that call `_divide` and `_run_by`."""
 
@@ -115,19 +95,21 @@ class Pipe(nn.Module):
         self.module = module
         self._layers = layers_of(module)
         self._layer_modules = [layer.module for layer in self._layers]
-        self._batch_norms = tuple(deferred_batch_norms(module))
         self._prefix = ""
         self.register_load_state_dict_pre_hook(_rename_keys_of_parent)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_report_own_names)  # type: ignore[no-untyped-call]
 
-    def _divide(self, balance: Sequence[int]) -> Division:
+    def _divide(self, balance: Sequence[int]) -> None:
         """Make `partitions`; from then on, replacing a layer in them raises, as does a hook on one of them."""
         modules = partition_modules(self.module, self._layers, balance)
         for index, module in enumerate(modules):
             refuse_hooks(module, f"pipe.partitions[{index}]")
         # Not a registered child: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = modules
-        return Division(modules, self._layers, balance, self._batch_norms)
+
+    def _partitions_on(self, devices: Sequence[torch.device]) -> list[Partition]:
+        """The partitions with their skips, on `devices` in turn, for a runner."""
+        return make_partitions(self.partitions, self._layers, devices)
 
     def _run_by(self, runner: Runner, devices: list[torch.device], checkpoint: Checkpoint) -> Self:
         self._runner, self.devices, self.checkpoint = runner, devices, checkpoint
