@@ -27,11 +27,12 @@ from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pytree import flatten, unflatten
 from gpipe_cli.schedule.action import Checkpoint
-from gpipe_cli.sequential.sequence import find_original, layer_paths, original_output
+from gpipe_cli.sequential.sequence import layer_paths, original_output
 from gpipe_cli.skip.skippable import verify_skippables
 from gpipe_cli.torch_internals.dispatch_modes import active_transform
 from gpipe_cli.torch_internals.gradients import is_inside_ddp
 
+Member = TypeVar("Member")
 Output: TypeAlias = Value | dict[str, Tensor]
 """A dict where the original model returns one."""
 
@@ -354,15 +355,24 @@ class Pipe(nn.Module):
             yield from layer.named_modules(memo, below, remove_duplicate)
 
     def __getattr__(self, name: str) -> Any:
-        """Also what stands in the original model under that name: see `original_paths`."""
+        """Also a layer, by its name in the sequence: torch looks for submodules by their attributes."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            attribute = None if module is None else find_original(module, name)
-            if attribute is None:
+            layers = getattr(self.__dict__.get("_modules", {}).get("module"), "_modules", {})
+            if name not in layers:
                 raise
-            return attribute
+            return layers[name]
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """By the path in the original model. If its parts are in several layers, there is no such module any more."""
+        return _only(self.named_modules(remove_duplicate=False), target) if target else self
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return _only(self.named_parameters(remove_duplicate=False), target)
+
+    def get_buffer(self, target: str) -> Tensor:
+        return _only(self.named_buffers(remove_duplicate=False), target)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -373,6 +383,15 @@ class Pipe(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+
+def _only(named: Iterable[tuple[str, Member]], name: str) -> Member:
+    found = {id(member): member for own, member in named if own == name}
+    if len(found) != 1:
+        raise AttributeError(
+            f"the model has {'nothing' if not found else 'parts in several layers'} at '{name}'"
+        )
+    return next(iter(found.values()))
 
 
 def _rename_keys_of_parent(pipe: Pipe, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import plain_pipe
+from gpipe_cli.sequential import to_sequential
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -26,7 +27,7 @@ def model() -> nn.Sequential:
 
 def make_pipe(plain: bool, module: nn.Sequential | None = None) -> Any:
     module = model() if module is None else module
-    return plain_pipe(module, chunks=2) if plain else GPipe(module, [2, 2], chunks=2)
+    return plain_pipe(module, chunks=2) if plain else GPipe(module, [2, len(module) - 2], chunks=2)
 
 
 both_pipes = pytest.mark.parametrize("plain", [False, True], ids=["GPipe", "plain_pipe"])
@@ -49,6 +50,29 @@ def test_parameters_buffers_and_modules_are_found_by_their_names(plain: bool) ->
             pipe.get_parameter("9.weight")
         with pytest.raises(AttributeError):
             pipe.get_submodule("no_such_module")
+
+
+class Model(nn.Module):
+    """Tracing cuts its stem, and gives its own parameter to a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(3))
+        self.stem = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.stem(input + self.shift)
+
+
+def test_what_a_traced_model_has_is_found_by_its_own_names() -> None:
+    traced = Model()
+    with make_pipe(False, to_sequential(traced, torch.ones(3, 3))) as pipe:
+        for name, parameter in traced.named_parameters():
+            assert pipe.get_parameter(name) is parameter
+        assert pipe.get_buffer("stem.1.running_mean") is traced.stem[1].running_mean
+        assert pipe.get_submodule("stem.2") is traced.stem[2]
+        with pytest.raises(AttributeError, match="the model has parts in several layers at 'stem'"):
+            pipe.get_submodule("stem")
 
 
 class Bigger(nn.Module):
