@@ -30,25 +30,9 @@ PIPE, DATA, MODEL, GLOBAL = "pipe", "data", "model", "global"
 GLOO = "gloo"
 
 
-@final
-@dataclass(frozen=True)
-class AxisGroup:
-    """The group of this process along one axis."""
-
-    group: ProcessGroup
-    ranks: list[int]
-
-
-@final
-@dataclass(frozen=True)
-class ProcessMesh:
-    world: ProcessGroup
-    """The default group at the time: once that is destroyed, the mesh is invalid."""
-    members: dict[str, AxisGroup]
-
-
-_meshes: list[ProcessMesh] = []
-"""The current mesh, if any: like torch's own groups, there is one per process."""
+_groups: dict[str, ProcessGroup] = {}
+"""The groups of this process that `setup_process_groups` made last, by name, and under `global` torch's default group
+at that time: once that is destroyed, the others are invalid."""
 
 
 def setup_process_groups(axes: Sequence[Axis], *, timeout: timedelta | None = None) -> None:
@@ -66,56 +50,64 @@ def setup_process_groups(axes: Sequence[Axis], *, timeout: timedelta | None = No
         lines.setdefault(MODEL, ranks_along(sizes, *in_replica))
     # Numbers and text are sent from the CPU, whichever backend the caller chose for tensors. None: the same backends.
     backends = with_cpu_backend(distributed.get_backend_config())
-    members = {}
+    made = {}
     for name, groups in lines.items():
         for ranks in groups:
             # torch requires every process to take part in the creation of every group.
             group = distributed.new_group(ranks, timeout=timeout, backend=backends)
             if rank in ranks:
-                members[name] = AxisGroup(group, ranks)
-    for member in members.values():
+                made[name] = group
+    for group in made.values():
         # Creates what a backend creates with its first operation. NCCL requires all processes of a group to take part
         # in that, and a send has only two.
-        distributed.all_reduce(torch.zeros(1, device=device_of(member.group)), group=member.group)
+        distributed.all_reduce(torch.zeros(1, device=device_of(group)), group=group)
     if len(in_replica) == 1:
-        members.setdefault(MODEL, members[in_replica[0]])
-    _meshes[:] = [ProcessMesh(world, members)]
+        made.setdefault(MODEL, made[in_replica[0]])
+    _groups.clear()
+    _groups.update({**made, GLOBAL: world})
 
 
 def group_names() -> list[str]:
     """The names of the groups that `setup_process_groups` made; none before."""
-    is_current = bool(_meshes) and _meshes[0].world is distributed.group.WORLD
-    return list(_meshes[0].members) if is_current else []
+    is_current = _groups.get(GLOBAL) is distributed.group.WORLD
+    return [name for name in _groups if name != GLOBAL] if is_current else []
 
 
 def get_group(name: str) -> ProcessGroup:
     """The group of this process along an axis, or its group `model` or `global`."""
-    return _axis_group(name).group
+    world = _default_group(f"the group '{name}'")
+    if name == GLOBAL:
+        return world
+    if _groups.get(GLOBAL) is not world:
+        raise ConfigError(f"no group '{name}': call setup_process_groups first, in every process")
+    if name not in _groups:
+        raise ConfigError(f"no group '{name}'; setup_process_groups made {', '.join(group_names())}")
+    return _groups[name]
 
 
 def get_ranks_in_group(name: str) -> list[int]:
     """The global ranks of the group of this process, in ascending order."""
-    return list(_axis_group(name).ranks)
+    return distributed.get_process_group_ranks(get_group(name))
 
 
 def get_group_rank(name: str) -> int:
     """The position of this process in its group."""
-    return _axis_group(name).ranks.index(distributed.get_rank())
+    return distributed.get_rank(get_group(name))
 
 
 def get_group_size(name: str) -> int:
     """The number of processes in the group of this process."""
-    return len(_axis_group(name).ranks)
+    return distributed.get_world_size(get_group(name))
 
 
 def is_first_in_pipeline_group() -> bool:
     """Whether this process runs the first partition."""
-    return _axis_group(PIPE).ranks[0] == distributed.get_rank()
+    return get_group_rank(PIPE) == 0
 
 
 def is_last_in_pipeline_group() -> bool:
     """Whether this process runs the last partition."""
-    return _axis_group(PIPE).ranks[-1] == distributed.get_rank()
+    return get_group_rank(PIPE) == get_group_size(PIPE) - 1
 
 
 def ranks_along(sizes: Mapping[str, int], *names: str) -> list[list[int]]:
@@ -145,18 +137,6 @@ def _checked(axes: Sequence[Axis], world_size: int) -> dict[str, int]:
             f"{math.prod(sizes.values())} processes, there are {world_size}; start as many as the sizes multiply to"
         )
     return sizes
-
-
-def _axis_group(name: str) -> AxisGroup:
-    world = _default_group(f"the group '{name}'")
-    if name == GLOBAL:
-        return AxisGroup(world, list(range(distributed.get_world_size())))
-    if not _meshes or _meshes[0].world is not world:
-        raise ConfigError(f"no group '{name}': call setup_process_groups first, in every process")
-    members = _meshes[0].members
-    if name not in members:
-        raise ConfigError(f"no group '{name}'; setup_process_groups made {', '.join(members)}")
-    return members[name]
 
 
 def _default_group(caller: str) -> ProcessGroup:
@@ -219,9 +199,9 @@ class RankCoords:
     schedules deal stages to ranks, unless a custom schedule places them otherwise.
     """
 
-    pipe: ProcessGroup
-    """The group of the ranks with the other partitions of this replica."""
-    data: ProcessGroup
+    pipe: ProcessGroup | None
+    """The group of the ranks with the other partitions of this replica; None for a process alone."""
+    data: ProcessGroup | None
     """The group of the ranks with the same partitions of the other replicas."""
     device: torch.device
     workers: tuple[int, ...]

@@ -154,6 +154,7 @@ class RankRunner:
             if parameter.requires_grad and not parameter.is_meta and parameter not in borrowed
         ]
         tied = [parameter for parameter, _ in self._tied.users]
+        assert self._coords.data is not None, "only replicas sum gradients"
         return GradientBuckets(parameters, self._coords.data, late=tied)
 
     def _run(

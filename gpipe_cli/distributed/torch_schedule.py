@@ -138,6 +138,7 @@ class TorchSchedule:
         if isinstance(our_schedule, FixedOrder) and flush.schedule is OrderRuntime:
             order = our_schedule.order(coords.partitions, flush.count, coords.ranks)
         # The ranks of a pipe make the same schedules in the same order, so the same one has the same number in each.
+        assert coords.pipe is not None, "torch runs the ranks of a pipe"
         store = coords.pipe.get_group_store()
         store = PrefixStore(str(store.add(f"schedules of rank {coords.rank}", 1)), store)
         every = range(flush.count if several_stages and traits(our_schedule).splits_backward else 0)

@@ -1,6 +1,6 @@
-"""What an engine exchanges with the other processes that work on the same step.
+"""What an engine exchanges with the processes that work on the same step: the other ranks of its pipe, and replicas.
 
-`SingleProcess` exchanges nothing. `RankCollectives` talks to the ranks of the same pipe and to the other replicas.
+A process alone gets back what it gives.
 """
 
 from __future__ import annotations
@@ -33,61 +33,7 @@ NonfiniteOutput = tuple[int, int]
 
 
 @final
-class SingleProcess:
-    """Says what each of the methods returns, of `RankCollectives` too."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def fraction_of(self, weight: float) -> float:
-        """The fraction that `weight` is of the weights of all replicas."""
-        return 1.0
-
-    def result(self, own: BatchResult | None, *, measured: bool) -> BatchResult:
-        """Facts summed over all replicas; `own` is None in a process without the last layer or without samples.
-
-        measured: whether facts have sums; every process gives the same.
-        """
-        assert own is not None, "a single process has the last layer"
-        return own
-
-    def from_last_rank(self, tensor: Tensor | None) -> Tensor:
-        """The tensor of the process with the last layer, on the CPU; the others pass None."""
-        assert tensor is not None, "a single process has the last layer"
-        return tensor.cpu()
-
-    def result_and_norms(
-        self, own: BatchResult | None, norms: Tensor, *, measured: bool
-    ) -> tuple[BatchResult, Tensor]:
-        """Facts, and the norms of all gradients in the order of the model's names, from those of this process.
-
-        A norm of -1 stands for no gradient.
-        """
-        return self.result(own, measured=measured), norms
-
-    def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> bool:
-        """Whether the gradients of a process overflowed, so that every process must skip the update."""
-        return agree_on_overflow(scaler, self._device, lambda own: own)
-
-    def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
-        """The first over all processes."""
-        return own
-
-    def last_parameter_name(self, names: Sequence[str]) -> str | None:
-        """The last parameter name over all processes, in the order of the model's names."""
-        return names[-1] if names else None
-
-    def peak_bytes(self, own: list[int | None]) -> list[int | None]:
-        """The peaks of the devices of all processes of a pipe, from those of this process."""
-        return own
-
-    def saved_part(self, own: EngineState) -> EngineState:
-        """The part of this process's state that it saves: each tensor is saved by one process."""
-        return own
-
-
-@final
-class RankCollectives:
+class Collectives:
     """Facts come from the rank with the last layer. No tensor of the model's size leaves its process.
 
     Norms keep the order of the model's names, with a tied parameter counted once, by the rank that owns it.
@@ -114,13 +60,24 @@ class RankCollectives:
         self._owned, self._saved = frozenset(chain(*owned)), frozenset(self._saved_names(owned))
         self._sum_names: list[str] | None = None
 
+    @classmethod
+    def alone(cls, module: nn.Sequential, device: torch.device) -> Collectives:
+        """Those of a process that has the whole model."""
+        coords = RankCoords(None, None, device, workers=(0,), rank=0, ranks=1, replica=0, replicas=1)
+        return cls(coords, module, [0] * len(module))
+
     def fraction_of(self, weight: float) -> float:
+        """The fraction that `weight` is of the weights of all replicas."""
         if self._coords.replicas == 1:
             return 1.0
         (total,) = sum_of_numbers(torch.tensor([weight], dtype=torch.float64), self._coords.data)
         return weight / float(total) if total else 0.0
 
     def result(self, own: BatchResult | None, *, measured: bool) -> BatchResult:
+        """Facts summed over all replicas; `own` is None in a process without the last layer or without samples.
+
+        measured: whether facts have sums; every process gives the same.
+        """
         names = self._shared_names(own) if measured else []
         numbers = self._of_replicas(own, names)
         return _as_result(broadcast_numbers(numbers, self._coords.last_rank, self._coords.pipe), names)
@@ -128,6 +85,10 @@ class RankCollectives:
     def result_and_norms(
         self, own: BatchResult | None, norms: Tensor, *, measured: bool
     ) -> tuple[BatchResult, Tensor]:
+        """Facts, and the norms of all gradients in the order of the model's names, from those of this process.
+
+        A norm of -1 stands for no gradient.
+        """
         names = self._shared_names(own) if measured else []
         numbers = self._of_replicas(own, names)
         # Both at once: for small layers, a second collective is a noticeable part of the step. Gathered, not reduced: a
@@ -149,28 +110,35 @@ class RankCollectives:
         return numbers
 
     def _shared_names(self, own: BatchResult | None) -> list[str]:
+        coords = self._coords
+        if own is not None and coords.pipe is None:
+            return list(own.sums)
         # Once per run, because the names never change and sharing them takes two broadcasts.
         if self._sum_names is None:
-            coords = self._coords
             # In the last rank of the first replica if in any: a short batch leaves later replicas without samples.
-            names = sorted(own.sums) if own is not None else []
+            names = list(own.sums) if own is not None else []
             if coords.has_output and coords.replicas > 1:
                 names = broadcast_json(names, 0, coords.data)
             self._sum_names = list(broadcast_json(names, coords.last_rank, coords.pipe))
         return self._sum_names
 
     def from_last_rank(self, tensor: Tensor | None) -> Tensor:
+        """The tensor of the process with the last layer, on the CPU; the others pass None."""
         return broadcast_tensor(tensor, self._coords.last_rank, self._coords.pipe)
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> bool:
+        """Whether the gradients of a process overflowed, so that every process must skip the update."""
+
         # Replicas have equal gradients by now, so it is enough to ask the ranks of this pipe.
         def largest(own: Tensor) -> Tensor:
-            distributed.all_reduce(own, distributed.ReduceOp.MAX, group=self._coords.pipe)
+            if self._coords.pipe is not None:
+                distributed.all_reduce(own, distributed.ReduceOp.MAX, group=self._coords.pipe)
             return own
 
         return agree_on_overflow(scaler, self._coords.device, largest)
 
     def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
+        """The first over all processes."""
         numbers = torch.tensor(own or (_NO_LAYER, _NO_LAYER), dtype=torch.float64)
         for group in (self._coords.pipe, self._coords.data):
             rows = gather_numbers(numbers, group)
@@ -179,16 +147,19 @@ class RankCollectives:
         return None if layer == _NO_LAYER else (int(layer), int(micro_batch))
 
     def last_parameter_name(self, names: Sequence[str]) -> str | None:
+        """The last parameter name over all processes, in the order of the model's names."""
         own = self._names.index(names[-1]) if names else -1
         rows = gather_numbers(torch.tensor([own]), self._coords.pipe)
         last = int(rows.max())
         return None if last < 0 else self._names[last]
 
     def peak_bytes(self, own: list[int | None]) -> list[int | None]:
+        """The peaks of the devices of all processes of a pipe, from those of this process."""
         rows = gather_numbers(torch.tensor([-1 if peak is None else peak for peak in own]), self._coords.pipe)
         return [None if peak < 0 else int(peak) for peak in rows.flatten().tolist()]
 
     def saved_part(self, own: EngineState) -> EngineState:
+        """The part of this process's state that it saves: each tensor is saved by one process."""
         # Sharded, a replica has the state of the optimizer for its own share only, which need not be that of saving.
         with_state = self._owned if self._sharded else self._saved
         return replace(
@@ -238,9 +209,6 @@ class RankCollectives:
         return torch.tensor(positions, dtype=torch.int64)
 
 
-Collectives = SingleProcess | RankCollectives
-
-
 def _as_result(numbers: Tensor, names: Sequence[str]) -> BatchResult:
     loss, samples, weight, *sums = numbers.tolist()
     return BatchResult(loss, int(samples), dict(zip(names, sums, strict=True)), weight)
@@ -252,4 +220,5 @@ def _holders(module: nn.Sequential, rank_of_layer: Sequence[int]) -> list[list[i
     for layer, rank in zip(module, rank_of_layer, strict=True):
         for parameter in layer.parameters():
             users.setdefault(id(parameter), []).append(rank)
-    return [users[id(parameter)] for parameter in module.parameters() if parameter.requires_grad]
+    # What is attached to the sequence itself is in no layer.
+    return [users.get(id(parameter), [0]) for parameter in module.parameters() if parameter.requires_grad]

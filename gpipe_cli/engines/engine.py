@@ -21,7 +21,7 @@ from gpipe_cli.accelerator.device_errors import EVAL_HINT, STEP_HINT, report_out
 from gpipe_cli.accelerator.devices import peak_bytes, reset_peaks
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.distributed.replicas import ParameterShards
-from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
+from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput
 from gpipe_cli.engines.parameters import EngineParameters, OffloadedParameters
 from gpipe_cli.engines.protocol import DTYPES, Batch, BatchResult, EngineSpec, TrainingObjective, Utilization
 from gpipe_cli.engines.state import EngineState, check_scaler
@@ -31,7 +31,7 @@ from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.pipeline.loss import called_modules, row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pipeline.pipe import Pipe
-from gpipe_cli.profiling.timeline import ActionRecorder, StepTimeline
+from gpipe_cli.profiling.timeline import StepTimeline, recording
 from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
 from gpipe_cli.values import FACTORS
@@ -71,7 +71,7 @@ class PipelineEngine:
         self._devices = spec.devices
         reset_peaks(self._devices)
         self._memory_hint = memory_hint
-        self._collectives = collectives or SingleProcess(self._output_device)
+        self._collectives = collectives or Collectives.alone(spec.module, self._output_device)
         self._meter = meter
         self._offloaded = offloaded
         objective = spec.objective
@@ -411,7 +411,6 @@ class StepMeter:
     def __init__(self, pipe: Pipe, *, watched: bool) -> None:
         """watched: record every step that is measured."""
         self._pipe, self._watched = pipe, watched
-        self._record = ActionRecorder(pipe.devices)
         self._steps = 0
         self._last: StepTimeline | None = None
 
@@ -441,10 +440,6 @@ class StepMeter:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        self._record.clear()
-        self._pipe.recorder = self._record
-        try:
+        with recording(self._pipe) as record:
             yield
-        finally:
-            self._pipe.recorder = None
-        self._last = StepTimeline(tuple(self._record.spans()))
+        self._last = StepTimeline(tuple(record.spans()))

@@ -11,7 +11,7 @@ from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.distributed.rank_pipe import rank_of_layer, rank_pipe
 from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.distributed.torch_schedule import check_placement
-from gpipe_cli.engines.collectives import RankCollectives
+from gpipe_cli.engines.collectives import Collectives
 from gpipe_cli.engines.engine import PipelineEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
@@ -51,6 +51,6 @@ def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
     return PipelineEngine(
         pipe,
         replace(spec, module=pipe.module, devices=[coords.device]),
-        collectives=RankCollectives(coords, pipe.module, ranks, sharded=shards is not None),
+        collectives=Collectives(coords, pipe.module, ranks, sharded=shards is not None),
         shards=shards,
     )

@@ -30,7 +30,7 @@ def test_a_rank_keeps_its_layers_and_all_ties(replaces: bool, monkeypatch: pytes
 
 def second_of_two_ranks() -> Pipe:
     """It has two of four partitions."""
-    coords = RankCoords(None, None, CPU, workers=(0, 1, 0, 1), rank=1, ranks=2, replica=0, replicas=1)  # type: ignore[arg-type]
+    coords = RankCoords(None, None, CPU, workers=(0, 1, 0, 1), rank=1, ranks=2, replica=0, replicas=1)
     return rank_pipe(
         nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))),
         [1] * 4,

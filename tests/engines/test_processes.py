@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_cli.distributed import gradient_buckets
-from gpipe_cli.engines.collectives import SingleProcess
+from gpipe_cli.engines.collectives import Collectives
 from gpipe_cli.engines.parameters import EngineParameters
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.update import Update
@@ -283,9 +283,8 @@ def replicas_alone(case: Case) -> EngineState:
     make_optimizer = case.objective(loss, make(case.task, 1).model).optimizer
     assert make_optimizer is not None
     model, cpu = EngineParameters(pipes[0], make_optimizer), torch.device("cpu")
-    update = Update(
-        model, clip_grad_norm=case.clip, scale_loss=False, device=cpu, collectives=SingleProcess(cpu)
-    )
+    alone = Collectives.alone(nn.Sequential(), cpu)
+    update = Update(model, clip_grad_norm=case.clip, scale_loss=False, device=cpu, collectives=alone)
     for step in range(len(case.rows)):
         update.begin(0.01, 0)
         for replica, pipe in enumerate(pipes):

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_cli.engines.collectives import SingleProcess
+from gpipe_cli.engines.collectives import Collectives
 from gpipe_cli.engines.parameters import EngineParameters
 from gpipe_cli.engines.update import Update, UpdateResult, global_norm, norms_of
 from gpipe_cli.errors import NumericError
 
 CPU = torch.device("cpu")
+ALONE = Collectives.alone(nn.Sequential(), CPU)
 
 
 def parameters(*gradients: list[float]) -> list[nn.Parameter]:
@@ -26,7 +27,7 @@ def parameters(*gradients: list[float]) -> list[nn.Parameter]:
 
 def update(of: list[nn.Parameter], *, clip: float | None = None, fp16: bool = False) -> Update:
     model = EngineParameters(nn.ParameterList(of), partial(torch.optim.SGD, lr=99.0))
-    return Update(model, clip_grad_norm=clip, scale_loss=fp16, device=CPU, collectives=SingleProcess(CPU))
+    return Update(model, clip_grad_norm=clip, scale_loss=fp16, device=CPU, collectives=ALONE)
 
 
 def apply(updating: Update, *, loss: float, lr: float) -> UpdateResult:
@@ -151,9 +152,7 @@ def test_a_fused_optimizer_skips_an_update_like_any_other() -> None:
     for fused in (False, True):
         (only,) = parameters([1.0, 2.0])
         model = EngineParameters(nn.ParameterList([only]), partial(torch.optim.AdamW, lr=0.1, fused=fused))
-        updating = Update(
-            model, clip_grad_norm=None, scale_loss=True, device=CPU, collectives=SingleProcess(CPU)
-        )
+        updating = Update(model, clip_grad_norm=None, scale_loss=True, device=CPU, collectives=ALONE)
         skipped = []
         for step in range(4):
             only.grad = torch.tensor([1.0, 2.0] if step % 2 else [math.inf, 1.0])
