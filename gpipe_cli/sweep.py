@@ -64,7 +64,7 @@ from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import JobResult, print_sweep, print_sweep_json
 from gpipe_cli.runs.directory import lock_run_directory, make_run_directory, write_json
-from gpipe_cli.runs.reader import RunReader, has_settings
+from gpipe_cli.runs.reader import SWEEP, RunReader, has_settings
 from gpipe_cli.safe_files import redacted
 from gpipe_cli.training.signals import (
     STOP_SIGNALS,
@@ -79,7 +79,7 @@ from gpipe_cli.training.signals import (
 from gpipe_cli.values import lower_is_better
 
 PRIMARY = "gpipe_job"
-MANIFEST, LOCK, RESULTS = "sweep.json", "sweep.lock", "results"
+LOCK, RESULTS = "sweep.lock", "results"
 """The lock is not that of a run, or the directory would be taken for one."""
 SWEEPS = Path("runs", "sweep")
 DIRECTORY_KEYS = ("run_dir", "resume")
@@ -322,18 +322,18 @@ def _opened(sweep: _Sweep, line: str) -> Iterator[Path]:
     given = str(sweep.node.sweep.dir) if by_hydra else getattr(first.settings, "run_dir", None)
     path = None if given is None else Path(given)
     if given is None:  # the newest directory with this sweep
-        paths = sorted((path.parent for path in SWEEPS.glob(f"*/*/{MANIFEST}")), key=lambda path: path.name)
-        same = (path for path in reversed(paths) if RunReader(path).json(MANIFEST).get("digest") == digest)
+        paths = sorted((path.parent for path in SWEEPS.glob(f"*/*/{SWEEP}")), key=lambda path: path.name)
+        same = (path for path in reversed(paths) if RunReader(path).json(SWEEP).get("digest") == digest)
         path = next(same, None)
-    if path is None or not (path / MANIFEST).exists():
+    if path is None or not (path / SWEEP).exists():
         path = make_run_directory(given, SWEEPS.name, first.model)
     with lock_run_directory(path, LOCK):
-        is_new = not (path / MANIFEST).exists()
+        is_new = not (path / SWEEP).exists()
         if is_new:
-            write_json(path / MANIFEST, {"digest": digest, "command": line})
-        earlier = RunReader(path).json(MANIFEST)
+            write_json(path / SWEEP, {"digest": digest, "command": line})
+        earlier = RunReader(path).json(SWEEP)
         if earlier.get("digest") != digest:
-            command = earlier.get("command", f"(no line, because {MANIFEST} cannot be read)")
+            command = earlier.get("command", f"(no line, because {SWEEP} cannot be read)")
             raise ConfigError(
                 f"{path}: has another sweep, which repeats with: {command}; choose another directory"
             )

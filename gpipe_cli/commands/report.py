@@ -16,6 +16,7 @@ from gpipe_cli.report.page.render import PAGE, check_replaceable, render_page
 from gpipe_cli.report.page.run_record import read_run
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.runs.directory import write_text
+from gpipe_cli.runs.reader import find_runs, is_run
 
 COMPARISON = "comparison.html"
 
@@ -25,8 +26,10 @@ def run(settings: ReportConfig, job: Job) -> Summary:
         raise ConfigError(
             "run: give a run directory: gpipe report runs/train/...; give several to compare them"
         )
-    directories = list(map(Path, settings.run))
-    out = Path(settings.out or (directories[0] / PAGE if len(directories) == 1 else COMPARISON))
+    given = list(map(Path, settings.run))
+    directories = [run for path in given for run in _runs_in(path)]
+    page = PAGE if directories == given else COMPARISON
+    out = Path(settings.out or (given[0] / page if len(given) == 1 else COMPARISON))
     check_replaceable("out", out)
     activity.now("making the page")
     runs = [read_run(directory) for directory in directories]
@@ -37,4 +40,9 @@ def run(settings: ReportConfig, job: Job) -> Summary:
         for note in notes:
             print_status(f"warning: {note}")
         print_facts("", facts)
-    return {**facts, "runs": settings.run, "notes": notes}
+    return {**facts, "runs": list(map(str, directories)), "notes": notes}
+
+
+def _runs_in(path: Path) -> list[Path]:
+    """The run in a directory, or those in the folders below it, such as the runs of a sweep."""
+    return [path] if is_run(path) or not path.is_dir() else sorted(find_runs(path)[0]) or [path]

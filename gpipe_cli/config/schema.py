@@ -271,7 +271,7 @@ class ReportConfig(CommandConfig):
 
 @dataclass
 class RunsConfig(CommandConfig):
-    folder: str = "runs"
+    folder: str = "."
     watch: bool = False
 
 

@@ -30,7 +30,6 @@ FOLDED = ("overrides", "result", "description")
 CHECK_COLORS = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
 TO_DO = "to do: "
 Rows = Sequence[Mapping[str, Any]]
-COMPARISON = "comparison.html"
 
 
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
@@ -256,7 +255,7 @@ def print_sweep(results: Sequence[JobResult], monitor: str | None, jobs: int, li
         facts["best"] = f"job {best.job}: {best.label} ({monitor} {format_value(monitor, best.best)})"
     runs = list(dict.fromkeys(result.run_dir for result in results if result.run_dir is not None))
     if len(runs) > 1:
-        facts["compare"] = shlex.join(["gpipe", "report", *runs, f"out={Path(runs[0]).parent / COMPARISON}"])
+        facts["compare"] = shlex.join(["gpipe", "report", str(Path(runs[0]).parent)])
     if any(result.failed for result in results):
         facts["resume"] = line
     if facts:

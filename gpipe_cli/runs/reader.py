@@ -31,6 +31,8 @@ from gpipe_cli.safe_files import UnsafeFile, open_regular, parse_json, read_regu
 from gpipe_cli.values import lower_is_better
 
 CONFIG, OVERRIDES, METRICS = "config.yaml", "overrides.yaml", "metrics.jsonl"
+SWEEP = "sweep.json"
+"""In the directory of a sweep, which has a folder for each run."""
 LOCK_NAME = "run.lock"
 OUTCOME = "outcome.json"
 """Why a run ended without a result; a resumed run removes it."""
@@ -356,28 +358,21 @@ class RunRow:
     changed: float = 0.0
     """When a file of the run changed last, in seconds since 1970."""
     bytes: int = 0
+    differs: str = ""
+    """The settings that the other runs of its sweep have not."""
     note: str = ""
     """Why it stopped or failed, or what is wrong with its files."""
 
 
-def find_runs(root: Path) -> Iterator[Path]:
-    """The training runs at or below a folder; symbolic links are not followed."""
-    return (folder for folder, names in _folders(root) if _is_training_run(names))
+def find_runs(root: Path) -> tuple[list[Path], bool]:
+    """The training runs at or below a folder, and whether the walk has seen all of it; follows no symbolic links.
 
-
-def _is_training_run(names: set[str]) -> bool:
-    """Whether a folder with these entries is a training run: a lone config.yaml may be anything, and a sweep's
-    directory is locked too."""
-    traces = names & {LOCK_NAME, OUTCOME, METRICS, "summary.json"} or {CONFIG, OVERRIDES} <= names
-    return bool(traces) and not names & {"profile.json", "check.json", "sweep.json"}
-
-
-def _folders(root: Path) -> Iterator[tuple[Path, set[str]]]:
-    """Each folder with the names of its entries; what is inside a run is no run."""
-    left = MAX_ENTRIES
-    waiting = [(root, 0)]
+    It begins with what is near, and enters neither runs nor hidden folders nor environments of Python.
+    """
+    runs, left = [], MAX_ENTRIES
+    waiting = deque([(root, 0)])
     while waiting and left > 0:
-        folder, depth = waiting.pop()
+        folder, depth = waiting.popleft()
         try:
             with os.scandir(folder) as entries:
                 listed = list(entries)
@@ -387,10 +382,19 @@ def _folders(root: Path) -> Iterator[tuple[Path, set[str]]]:
             continue
         left -= len(listed)
         names = {entry.name for entry in listed}
-        yield folder, names
-        if not _is_training_run(names) and depth < MAX_DEPTH:
+        if _is_training_run(names):
+            runs.append(folder)
+        elif depth < MAX_DEPTH and "pyvenv.cfg" not in names:
             below = (entry for entry in listed if entry.is_dir(follow_symlinks=False))
             waiting += [(Path(entry.path), depth + 1) for entry in below if not entry.name.startswith(".")]
+    return runs, not waiting
+
+
+def _is_training_run(names: set[str]) -> bool:
+    """Whether a folder with these entries is a training run: a lone config.yaml may be anything, and a sweep's
+    directory is locked too."""
+    traces = names & {LOCK_NAME, OUTCOME, METRICS, "summary.json"} or {CONFIG, OVERRIDES} <= names
+    return bool(traces) and not names & {"profile.json", "check.json", SWEEP}
 
 
 def read_row(directory: Path) -> RunRow:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,18 @@ def test_a_row_has_state_step_last_and_best_metric_and_the_latest_run_comes_last
     assert finished["bytes"] == sum(path.stat().st_size for path in Path("runs/a").iterdir())
     header, *lines = gpipe("runs").out.splitlines()[1:]
     assert header.split() == ["run", "state", "step", "last", "best", "age", "size", "note"]
-    assert lines[1].split()[:10] == ["b", "failed", "5/8", "top1", "60.00", "%", "top1", "70.00", "%", "at"]
+    assert lines[1].split()[:10] == [
+        "runs/b",
+        "failed",
+        "5/8",
+        "top1",
+        "60.00",
+        "%",
+        "top1",
+        "70.00",
+        "%",
+        "at",
+    ]
     assert lines[0].split()[3:6] == ["train", "loss", "0.75"] and lines[0].split()[2] == "1"
 
 
@@ -80,10 +92,49 @@ def test_a_folder_that_is_a_run_or_has_none_is_fine_and_a_missing_one_an_error(g
     assert [row["run"] for row in gpipe("runs", str(run), "--json").json] == ["runs/a"]
     Path("empty").mkdir()
     assert gpipe("runs", "empty", "--json").json == []
-    assert "0 runs in empty" in gpipe("runs", "empty").out
+    assert f"0 runs in {Path.cwd()}/empty" in gpipe("runs", "empty").out
     answer = gpipe("runs", "nowhere")
     assert answer.code == 4 and "nowhere: no such directory; give the folder of your runs" in answer.err
     assert gpipe("runs", "a", "b").code == 2
+
+
+def test_runs_below_the_current_folder_are_found_wherever_run_dir_put_them(
+    gpipe: Gpipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After README's own `run_dir=mine`, gpipe runs ended with exit code 4."""
+    make_run("x", 2)
+    Path("runs", "x").rename("mine")
+    make_run("../.hidden/a", 1)
+    (make_run("../venv/a", 1).parent / "pyvenv.cfg").touch()
+    make_run("../deep/er/a", 1)
+    assert [row["run"] for row in gpipe("runs", "--json").json] == ["deep/er/a", "mine"]
+    monkeypatch.setattr("gpipe_cli.runs.reader.MAX_ENTRIES", 7)
+    answer = gpipe("runs", "--json")
+    assert [row["run"] for row in answer.json] == ["mine"], "what is near is found first"
+    assert "has too many files" in answer.err
+
+
+def test_the_runs_of_a_sweep_show_what_differs_and_other_runs_do_not(gpipe: Gpipe) -> None:
+    for name, lr in (("sw/a", 0.1), ("sw/b", 0.2), ("c", 0.3)):
+        make_run(name, 1, config=f"{CONFIG}chunks: 4\noptimizer:\n  lr: {lr}\n")
+    Path("runs/sw/sweep.json").write_text("{}")
+    differs = {row["run"]: row["differs"] for row in gpipe("runs", "--json").json}
+    assert differs == {"runs/sw/a": "lr=0.1", "runs/sw/b": "lr=0.2", "runs/c": ""}
+    assert gpipe("runs").out.splitlines()[1].split()[:2] == ["run", "differs"]
+    assert "differs" not in gpipe("runs", "runs/c").out
+
+
+def test_the_lines_that_delete_runs_are_printed_and_work(
+    gpipe: Gpipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run("large one", 1, summary='{"steps": 5}', metrics="x" * 999)
+    make_run("-r", 2, outcome='{"state": "failed", "reason": "full disk"}')
+    monkeypatch.chdir("runs")
+    lines = dict(line.split(maxsplit=1) for line in gpipe("runs").out.splitlines()[-2:])
+    assert lines == {"delete_largest": "rm -r 'large one'", "delete_broken": "rm -r ./-r"}
+    for line in lines.values():
+        subprocess.run(shlex.split(line), check=True)
+    assert gpipe("runs", "--json").json == []
 
 
 NAMES = (

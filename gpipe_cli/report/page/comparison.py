@@ -54,7 +54,7 @@ class Comparison:
             {**({} if values[0] is None else {title: format_value(metric, value)}), **headlines[index]}
             for index, value in zip(order, values, strict=True)
         ]
-        return Comparison(ordered, _labels(ordered, differences), metric, values, differences, results)
+        return Comparison(ordered, _labels(ordered), metric, values, differences, results)
 
     @property
     def best(self) -> int | None:
@@ -105,12 +105,18 @@ def _differences(configs: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     return [{key: config[key] for key in differing if key in config} for config in configs]
 
 
-def _labels(runs: Sequence[RunRecord], differences: Sequence[Mapping[str, str]]) -> list[str]:
-    """What differs, such as `lr=0.1 chunks=4`; the directory where that says nothing, too much or not enough."""
+def run_labels(configs: Sequence[Mapping[str, str]]) -> list[str]:
+    """What differs between the settings of runs, such as `lr=0.1 chunks=4`."""
+    differences = _differences(configs)
     short = _short_keys(list(dict.fromkeys(key for own in differences for key in own)))
-    labels = [
+    return [
         " ".join(f"{short[key]}={_short(key, value)}" for key, value in own.items()) for own in differences
     ]
+
+
+def _labels(runs: Sequence[RunRecord]) -> list[str]:
+    """What differs, or the directory where that says nothing, too much or not enough."""
+    labels = run_labels([flat_config(run.config) for run in runs])
     counts = Counter(labels)
     return [
         str(run.path)
