@@ -212,7 +212,7 @@ def _fits_in_memory(model: nn.Sequential) -> bool:
         return True
     print_status(
         f"measuring the layers would take {format_bytes(needed)}, and {format_bytes(free)} are free here: the "
-        "partitions below are estimated, and may differ from those of the run"
+        "partitions below are estimated, and may differ from the partitions of the run"
     )
     return False
 

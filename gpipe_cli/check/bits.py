@@ -147,7 +147,7 @@ def judge_schedule(
     result += f", the first {found[0]} (checkpoint={mode})"
     kinds = {device_name(device) for device in machine.devices}
     if len(kinds) > 1:
-        to_do = f"{' and '.join(sorted(kinds))} round differently; for equal bits give devices of one kind"
+        to_do = f"{' and '.join(sorted(kinds))} round differently; name devices of one kind"
         return Row(name, Verdict.NOTE, result, figures, to_do)
     to_do = (
         "the pipeline changes results on this machine: open an issue with this output and that of gpipe env"

@@ -306,9 +306,7 @@ def check_words(request: Request) -> None:
         elif command not in SWEPT:
             raise ConfigError(f"{key}: gpipe {command} does not run through Hydra; remove it")
         if key in ("recipe", SCALE_KEY) and request.continues_run and "resume=auto" not in words:
-            raise ConfigError(
-                f"{key}: gpipe {command} resume=... takes none; its settings are those of its run"
-            )
+            raise ConfigError(f"{key}: gpipe {command} resume=... takes none; its run has the settings")
 
 
 def _check_key(command: str, word: str) -> None:

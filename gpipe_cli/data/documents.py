@@ -142,7 +142,7 @@ def _field(line: Line, content: bytes, field: str) -> Any:
     except ValueError as error:
         raise line.error(f"is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise line.error(f"is no JSON object but a {type(value).__name__}")
+        raise line.error(f"is not a JSON object but a {type(value).__name__}")
     if field not in value:
         names = ", ".join(sorted(value)[:8])[:200]
         raise line.error(f"has no field '{field}'; set data.field to one of: {names}")

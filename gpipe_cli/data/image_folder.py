@@ -82,7 +82,7 @@ def _folders(key: str, root: str) -> tuple[Path, Path | None]:
     """Where the class folders of the training images are, and those of the test images if there are any."""
     given, folder = f"data.{key}={root}", Path(root)
     if not folder.is_dir():
-        raise DataError(f"{given}: is no folder; put a folder of images per class there")
+        raise DataError(f"{given}: is not a folder; put a folder of images per class there")
     names = _class_folders(folder)
     if names.isdisjoint(("train", *_HELD_OUT)):
         if not names:
@@ -91,9 +91,7 @@ def _folders(key: str, root: str) -> tuple[Path, Path | None]:
             raise DataError(f"{given}: has {has}; put the images of each class into a folder named after it")
         empty = sorted(name for name in names if not _images(folder / name))
         if empty:
-            raise DataError(
-                f"{given}: its folder {empty[0]} has no images, so it is no class; move it elsewhere"
-            )
+            raise DataError(f"{given}: its folder {empty[0]} has no images; move it elsewhere")
         return folder, None
     train = folder / "train"
     if not train.is_dir():

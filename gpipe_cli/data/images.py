@@ -161,9 +161,9 @@ def _pickled_records(path: Path, variant: _Cifar, count: int) -> _Records:
     values = read_pickled_dict(content, path)
     images, labels = byte_rows(values.get("data")), values.get(variant.label_key)
     if images is None or images.shape != (count, columns):
-        raise DataError(f"{path}: data is no array of {count} images as bytes: not the published file")
+        raise DataError(f"{path}: data is not an array of {count} images as bytes: not the published file")
     if not isinstance(labels, list) or len(labels) != count or not all(type(each) is int for each in labels):
-        raise DataError(f"{path}: {variant.label_key} is no list of {count} classes: not the published file")
+        raise DataError(f"{path}: {variant.label_key} has not {count} classes: not the published file")
     if min(labels) < 0 or max(labels) > _MAX_BYTE:
         raise DataError(
             f"{path}: {variant.label_key} has the label {max(labels, key=abs)}: not the published file"

@@ -23,9 +23,7 @@ from gpipe_cli.pytree import ModelInput, Template, flatten, map_tensors, unflatt
 from gpipe_cli.values import IGNORED_LABEL
 
 _SAME_SIZE = "set data.size to scale all images to the same size"
-_SAME_LENGTH = (
-    "pad the samples to one length, or give the dataset a method batch(indices) that pads those of a batch"
-)
+_SAME_LENGTH = "pad the samples to one length, or give the dataset a method batch(indices) that pads a batch"
 
 
 def batch_count(length: int, batch_size: int, *, drop_last: bool = False) -> int:
@@ -211,7 +209,7 @@ class _Rows:
         elif template != self._template:
             raise DataError(
                 f"differs from sample {self._first} of the same batch in the names or number of its tensors, or in a "
-                "value that is no tensor; all samples must have the same"
+                "value that is not a tensor; all samples must have the same"
             )
         for tensor, first in zip(tensors, self._rows[0] if self._rows else tensors, strict=True):
             if tensor.shape != first.shape:

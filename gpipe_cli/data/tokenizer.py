@@ -163,7 +163,7 @@ def read_tokenizer(path: str, eos_token: str | None = None) -> FileTokenizer:
     if eos_token is not None:
         eos = backend.token_to_id(eos_token)
         if eos is None:
-            raise ConfigError(f"data.eos_token={eos_token}: is no token of {path}")
+            raise ConfigError(f"data.eos_token={eos_token}: is not a token of {path}")
     digest = _digest(location)
     if tokenizer is None:
         return FileTokenizer(backend, digest, eos=eos)
@@ -207,7 +207,7 @@ def _read_backend(path: Path, key: str) -> Any:
             f"{key}: no such file or directory; gpipe downloads nothing, give a local tokenizer.json or its directory"
         ) from error
     except Exception as error:  # the package raises plain Exception for a damaged file
-        raise ConfigError(f"{key}: is no tokenizer.json: {' '.join(str(error).split())[:200]}") from error
+        raise ConfigError(f"{key}: is not a tokenizer.json: {' '.join(str(error).split())[:200]}") from error
 
 
 def _digest(path: Path) -> str:

@@ -117,6 +117,6 @@ def _check_tensors(data: Data, transform: str) -> None:
     input, _ = data.train[0]
     if not isinstance(input, Tensor):
         raise ConfigError(
-            f"transform={transform}: works on inputs that are one tensor, and those of the data are a "
+            f"transform={transform}: needs inputs that are one tensor, and the data has a "
             f"{type(input).__name__}; choose transform=none, or a custom transform"
         )

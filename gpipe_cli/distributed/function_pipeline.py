@@ -61,7 +61,7 @@ def forward_backward(
     fwd_fn: in the last process it returns the mean loss of its micro-batch; with `forward_only`, anything.
     dtype: the dtype in which floating-point tensors are sent; None leaves them as they are.
     Returns the mean loss in the last process, or all rows with `forward_only`; None in the others.
-    Gradients are those of this replica's batch: `average_gradients` averages them, DistributedDataParallel is refused.
+    Gradients come from this replica's batch: `average_gradients` averages them, DistributedDataParallel is refused.
     """
     if scatter_gather_tensors:
         raise ConfigError(
@@ -96,7 +96,7 @@ def _prepare(link: P2PLink, forward: Forward, inputs: Inputs, count: int, dtype:
             raise ConfigError("inputs: the first process of a pipe needs the batch; it was given nothing")
         raise PeerError("the first process of the pipe was given no inputs")
     if batch is not None and batch.rows != rows:
-        raise ConfigError(f"inputs: have {batch.rows} rows, those of the first process {rows}")
+        raise ConfigError(f"inputs: have {batch.rows} rows, the inputs of the first process {rows}")
     parts = micro_batches(rows, count)
     slices: list[tuple[Any, ...]] = [()] * len(parts)
     if batch is not None:

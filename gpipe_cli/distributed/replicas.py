@@ -162,7 +162,7 @@ class TiedGradients:
             owner = self._ranks[users[0]]
             for rank in sorted({self._ranks[user] for user in users} - {owner}):
                 if self._coords.rank == owner:
-                    assert parameter.grad is not None, "it has just said so"
+                    assert parameter.grad is not None, "this rank reported that it has one"
                     distributed.send(parameter.grad, group=self._coords.pipe, group_dst=rank)
                 elif self._coords.rank == rank:
                     parameter.grad = self._received(parameter, owner)

@@ -67,7 +67,7 @@ class TextFormat:
         data = loader.data
         if data.tokenizer is None:
             raise ConfigError(
-                "data: its samples are no text, so there is nothing to continue; gpipe generate needs a language "
+                "data: its samples are not text, so there is nothing to continue; gpipe generate needs a language "
                 "model, such as a run of gpipe train model=gpt data=text"
             )
         (context,) = data.shape

@@ -31,14 +31,14 @@ NO_TEMPLATES: Mapping[bool, Template] = MappingProxyType({})
 
 @final
 class LayerSequence(nn.Sequential):
-    """nn.Sequential whose keys are those of the original model.
+    """nn.Sequential with the keys of the original model.
 
     layers: the layers in the order they run.
     paths: where the content of each layer is in the original; by default the layer's index.
     names: what to call each layer in messages; by default its path, or its index if the path is empty.
     original: read once, for the order of its names and to check that none is lost; by default names are in layer order.
     output_templates: how to build what the original returns from the tuple of tensors that the last layer returns, in
-        training (True) and in evaluation (False); by default the last layer's output is that of the sequence.
+        training (True) and in evaluation (False); by default the sequence returns the output of its last layer.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ def layer_names(module: nn.Sequential) -> tuple[str, ...]:
 
 
 def layer_class(layer: nn.Module) -> str:
-    """The name of a layer's class in messages; of a traced layer, that of the module of the model which it replaces."""
+    """The name of a layer's class in messages; of a traced layer, the class of the module that it replaces."""
     traced: str = getattr(layer, "traced_class", "")
     return traced or type(layer).__name__
 

@@ -44,7 +44,7 @@ def test_devices_of_two_kinds_may_round_differently(monkeypatch: pytest.MonkeyPa
     row = judge_schedule(machine, "gpipe", EXPECTED, {"never": [Difference("loss", float("inf"))]})
     assert row.verdict is Verdict.NOTE
     assert row.figures["differing"] == {"never": {"loss": None}}, "infinity is no number in JSON"
-    assert row.to_do == "kind 0 and kind 1 round differently; for equal bits give devices of one kind"
+    assert row.to_do == "kind 0 and kind 1 round differently; name devices of one kind"
 
 
 def test_every_tensor_that_differs_is_listed_with_its_relative_difference() -> None:

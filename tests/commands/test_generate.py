@@ -130,7 +130,7 @@ def test_a_dry_run_shows_the_partitions(generate: Gpipe) -> None:
 def test_a_run_that_is_no_language_model_is_refused(tiny: Gpipe, tiny_run: Path) -> None:
     answer = tiny("generate", "run=run", "allow=[tiny_for_tests]")
     assert answer.code == 2
-    assert answer.err.startswith("last: step 6\ngpipe: error: data: its samples are no text")
+    assert answer.err.startswith("last: step 6\ngpipe: error: data: its samples are not text")
 
 
 def test_damaged_weights_end_with_code_4(gpipe: Gpipe, trained: Path) -> None:

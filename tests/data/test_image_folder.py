@@ -96,9 +96,7 @@ def test_folders_of_classes_without_train_are_all_to_train_on(tmp_path: Path) ->
     data = image_folder.build(path=str(tmp_path), size=8)
     assert (len(data.train), data.test, data.class_names) == (2, None, ("cat", "owl"))
     (tmp_path / "notes").mkdir()
-    with pytest.raises(
-        DataError, match=r"data\.path=.*: its folder notes has no images, so it is no class; move"
-    ):
+    with pytest.raises(DataError, match=r"data\.path=.*: its folder notes has no images; move"):
         image_folder.build(path=str(tmp_path))
     (tmp_path / "notes").rename(tmp_path / "test")
     with pytest.raises(DataError, match="/train is missing; put a folder of images per class there"):
@@ -120,7 +118,7 @@ def test_images_without_class_folders_are_refused(tmp_path: Path) -> None:
 
 def test_missing_and_empty_folders_say_what_to_put_there(tmp_path: Path, root: Path) -> None:
     with pytest.raises(
-        DataError, match=r"data\.root=nowhere: is no folder; put a folder of images per class"
+        DataError, match=r"data\.root=nowhere: is not a folder; put a folder of images per class"
     ):
         image_folder.build("nowhere")
     (tmp_path / "other" / "train").mkdir(parents=True)

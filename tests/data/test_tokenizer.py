@@ -114,11 +114,11 @@ def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     ):
         read_tokenizer("nowhere")
     (tmp_path / "broken.json").write_text('{"model":')
-    with pytest.raises(ConfigError, match=r"broken\.json: is no tokenizer\.json: .*EOF"):
+    with pytest.raises(ConfigError, match=r"broken\.json: is not a tokenizer\.json: .*EOF"):
         read_tokenizer(str(tmp_path / "broken.json"))
     (tmp_path / "tokenizer.pkl").write_bytes(pickle.dumps({"a": 1}))
     for path in (tmp_path / "tokenizer.pkl", Path("/dev/zero")):
-        with pytest.raises(ConfigError, match=f"data.tokenizer={path}: is no tokenizer.json"):
+        with pytest.raises(ConfigError, match=f"data.tokenizer={path}: is not a tokenizer.json"):
             read_tokenizer(str(path))
     with pytest.raises(
         ConfigError, match=r"has no tokenizer\.json and no vocabulary .*; gpipe reads no pickled token"

@@ -155,7 +155,7 @@ def _files(directory: Path) -> dict[str, list[str]]:
     files: dict[str, list[str]] = {}
     for key, file in places.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise RunError(f"{path}: puts {key} in {file!r}, which is no safetensors file in this directory")
+            raise RunError(f"{path}: puts {key} in {file!r}, not in a safetensors file in this directory")
         files.setdefault(file, []).append(key)
     return files
 

@@ -44,7 +44,7 @@ def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = 
     """Return the model as a sequence of layers that share its modules, parameters and names.
 
     sample: an input of the model: a tensor, a tuple of positional arguments, or a dict of keyword arguments. The
-        sequence takes the same kind. Meta tensors will do, unless the model looks at values, such as those of a mask.
+        sequence takes the same kind. Meta tensors will do, unless the model looks at values, such as a mask.
     leaves: paths or classes of submodules to keep whole.
 
     The sequence returns what the model returns, and behaves like it in both modes: layers read `training` when they

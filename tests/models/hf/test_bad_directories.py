@@ -105,7 +105,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[GpipeError], str]] = {
     "an index that leaves the directory": (
         lambda path: edit_index(path, lambda index: index["weight_map"].update(x="../secret.safetensors")),
         RunError,
-        "no safetensors file in this directory",
+        "not in a safetensors file in this directory",
     ),
     "an index without a map": (
         lambda path: edit_index(path, lambda index: index.pop("weight_map")),
