@@ -121,6 +121,7 @@ JUDGED = """
 4 train model=mlp model.weights=nowhere.pth => model.weights=nowhere.pth: no such file
 2 train model=mlp model.weights=w.npz => model.weights=w.npz: unknown file type; give one of .safetensors
 4 train model=mlp model.weights=/dev/zero.pth => model.weights=/dev/zero.pth: no such file
+2 train BROKEN.traceable model.layers=stem => model.layers=stem: expected a list in brackets
 2 train model=mlp model.new_head=true => model.new_head=true: replaces the head of a file
 2 train model=mlp freeze=[hiden0] =>
     freeze=hiden0: no parameter of the model has such a name; did you mean 'hidden0'?
@@ -386,7 +387,7 @@ COMMAND_LINES = """
     the layers leave out parameters or buffers of Net: head.weight, head.bias; list the modules that hold
     them, or allow it with model.allow_unused=true
 2 train BROKEN.traceable model.allow_unused=true =>
-    model.allow_unused=True: must be true or false, with a list in model.layers
+    model.allow_unused=True: has no effect without a list in model.layers
 3 train BROKEN.returns_its_loss =>
     got an output of type tuple and targets of shape [2]; let the model return the scores of all positions
     and nothing else (see `Use a model that computes its own loss` in docs/how-to/your-own-model.md)

@@ -1,11 +1,13 @@
 """Whether data, model, loss and size of micro-batches fit each other, found out before the first step.
 
 Two samples run through the model on the meta device, which takes little time and no memory. Where a layer of yours
-cannot run there, the first step reports what does not fit.
+cannot run there, the first step reports what does not fit. The engine of a language model runs a few inputs more, to
+see whether scores for a token depend on tokens that they must not depend on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from gpipe_cli.build.layer_check import (
     LayerMisfit,
     check_first_layer,
+    find_misfit,
     layer_that_rejects_one_row,
     meta_output,
     run_copy,
@@ -24,20 +27,25 @@ from gpipe_cli.build.step import make_loss, metrics_of
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.config.targets import current_name
+from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.loading import replica_part
+from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.losses.blocks import blocked_linear
 from gpipe_cli.losses.cross_entropy import TokenCrossEntropy
-from gpipe_cli.losses.measures import Measure, main_scores, predicts_numbers
+from gpipe_cli.losses.measures import Measure, main_scores, predicts_numbers, scores_of
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.profiling.records import has_values
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.runs.snapshots.manager import monitor_error
 from gpipe_cli.sequential import original_output
 from gpipe_cli.sequential.deferred import meta_like
+from gpipe_cli.values import POSITIONS
 
 _TOLERANCE = 1e-3
 """How far the sum of the probabilities in a row may be from 1."""
+_SAME = 1e-3
+"""The relative difference up to which scores count as the same: a model may group its tokens by their values."""
 LEAST_ROWS = 2
 """Where one row is rejected."""
 
@@ -130,7 +138,10 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
             check_first_layer(model, input)
         return original_output(model, meta_output(model, input))
     except LayerMisfit as misfit:
-        if _accepts(model, map_tensors(Tensor.float if has_tokens else _tokens, input)):
+        if (
+            find_misfit(meta_output, model, map_tensors(Tensor.float if has_tokens else _tokens, input))
+            is None
+        ):
             takes, has = ("numbers", "tokens") if has_tokens else ("tokens", "numbers")
             model_of_kind = "gpt" if has_tokens else "mlp"
             raise ConfigError(
@@ -148,14 +159,6 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
         except LayerMisfit:
             return None
         return None if output is None else original_output(model, map_tensors(meta_like, output))
-
-
-def _accepts(model: nn.Sequential, input: ModelInput) -> bool:
-    try:
-        meta_output(model, input)
-    except LayerMisfit:
-        return False
-    return True
 
 
 def _tokens(tensor: Tensor) -> Tensor:
@@ -221,3 +224,49 @@ def _refusal(loader: BatchLoader, size: int, layer: str) -> ConfigError:
     return ConfigError(
         f"batch_size={loader.batch_size}: {which} {has}, but {layer} needs at least {LEAST_ROWS} in training; {hint}"
     )
+
+
+def scores_differ(engine: Engine, inputs: Iterable[ModelInput], place: int) -> bool:
+    """Whether the scores of the token at `place` of the only sample are not the same for all inputs."""
+    first: list[Tensor] = []
+
+    def same_as_first(output: Any) -> Tensor:
+        first.append(token_scores(output)[0, place])
+        # Scores that are not finite are not judged here.
+        differs = (first[-1] - first[0]).abs().max() > _SAME * first[0].abs().max()
+        return (~differs).long()
+
+    return not all(engine.predict(input, same_as_first) for input in inputs)
+
+
+def token_scores(output: Any) -> Tensor:
+    scores = scores_of(output)
+    if not isinstance(scores, Tensor) or scores.ndim != 3:
+        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ConfigError(
+            f"model: returns {shape}; a language model returns scores [samples, tokens, vocabulary]"
+        )
+    return scores
+
+
+def check_isolation(engine: Engine, data: Data) -> None:
+    """Refuse a model that lets packed documents see each other although positions say where each begins."""
+    input, _ = data.train[0]
+    if not isinstance(input, dict) or POSITIONS not in input or len(input[POSITIONS]) < 2:
+        return
+    length = len(input[POSITIONS])
+    half = length // 2
+    places = torch.arange(length)
+    second = torch.zeros(length, dtype=torch.int64)
+    packs = [
+        {
+            "input_ids": torch.where(places < half, token, second)[None],
+            POSITIONS: (places - half * (places >= half))[None],
+        }
+        for token in (0, 1)
+    ]
+    if scores_differ(engine, packs, -1):
+        raise ConfigError(
+            "data.pack=true: this model lets a document see the one before it in the same sample, although positions "
+            "begin again; give data.pack=false, or data.pack=joined if that is what you want"
+        )

@@ -50,10 +50,7 @@ def check_outputs(sequence: nn.Sequential, sample: ModelInput) -> None:
 
     A layer that raises is ignored: if its code is wrong, the first step reports it.
     """
-    try:
-        meta_output(sequence, sample)
-    except LayerMisfit:
-        return
+    find_misfit(meta_output, sequence, sample)
 
 
 def check_fit(sequence: nn.Sequential, sample: ModelInput, hint: str) -> None:
@@ -95,18 +92,19 @@ def layer_that_rejects_one_row(sequence: nn.Sequential, sample: ModelInput) -> s
     one_row: ModelInput = map_tensors(lambda tensor: tensor[:1], sample)
     has_values = not any(tensor.is_meta for tensor in (*tensors_of(sample), *sequence.parameters()))
     for run in (meta_output, run_copy)[: 1 + has_values]:
-        misfit = _misfit(run, sequence, one_row)
+        misfit = find_misfit(run, sequence, one_row)
         if misfit is None:
             return None
         # If two rows fail as well, a layer needs values, which the second run has, or the layer is broken.
-        if _misfit(run, sequence, sample) is None:
+        if find_misfit(run, sequence, sample) is None:
             return misfit.layer
     return None
 
 
-def _misfit(
+def find_misfit(
     run: Callable[[nn.Sequential, ModelInput], Any], sequence: nn.Sequential, sample: ModelInput
 ) -> LayerMisfit | None:
+    """What a layer rejects if `meta_output` or `run_copy` runs; None if no layer raises."""
     try:
         run(sequence, sample)
     except LayerMisfit as misfit:

@@ -14,7 +14,7 @@ import torch
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
 from gpipe_cli.activity import activity
-from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
+from gpipe_cli.config.instantiate import accepted_arguments, instantiate, kept_keys
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.data.datasets import (
     Data,
@@ -244,11 +244,7 @@ def data_arguments(settings: ModelConfig) -> dict[str, Any]:
 
 def own_keys(settings: ModelConfig) -> dict[str, Any]:
     """The keys of the data that gpipe uses itself, because the target does not take them."""
-    taken = accepted_arguments(settings.data, "data", settings.allow)
-    keys = {key: settings.data[key] for key in OWN_KEYS if key in settings.data and key not in taken}
-    for key, value in keys.items():
-        if problem := type_mismatch(value, OWN_KEYS[key]):
-            raise ConfigError(f"data.{key}={value}: {problem}")
+    keys = kept_keys(settings.data, "data", settings.allow, OWN_KEYS)
     workers, timeout = keys.get("workers", 0), keys.get("timeout")
     check_whole_number("data.workers", workers, least=0)
     if timeout is not None and not 0 < timeout < math.inf:  # also false for nan

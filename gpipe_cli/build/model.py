@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.activity import activity
 from gpipe_cli.build.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.build.loader import BatchLoader
-from gpipe_cli.config.instantiate import accepted_arguments, instantiate
+from gpipe_cli.config.instantiate import accepted_arguments, instantiate, kept_keys
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, or_list
@@ -54,15 +54,13 @@ from gpipe_cli.torch_internals.deferred_values import (
 from gpipe_cli.values import POSITIONS
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
-SEQUENCE_KEYS = ("layers", "leaves")
-"""Keys of `model` that say how to make a sequence of it."""
 UNUSED = "allow_unused"
 """The key of `model` that lets `layers` leave out parameters."""
 FILE, NEW_HEAD = "weights", "new_head"
 WEIGHTS_KEYS = (FILE, NEW_HEAD)
 """Keys of `model` that name the weights it starts from, unless it reads them in its own way."""
-OWN_KEYS = (*SEQUENCE_KEYS, UNUSED, *WEIGHTS_KEYS)
-"""Keys of `model` that gpipe uses itself, unless the model's own target takes them."""
+OWN_KEYS = {"layers": list, "leaves": list, UNUSED: bool, FILE: str | None, NEW_HEAD: bool}
+"""Keys of `model` that gpipe uses itself, unless the model's own target takes them, and their types."""
 
 # A list of layers is data from a config, so it may call only these functions of one tensor.
 FUNCTION_NAMES = """
@@ -271,25 +269,17 @@ def model_arguments(settings: ModelConfig) -> dict[str, Any]:
 
 def own_keys(settings: ModelConfig) -> dict[str, Any]:
     """The keys of `model` that gpipe uses, where the model's target does not take them itself."""
-    node: Mapping[str, Any] = settings.model
-    if not any(key in node for key in OWN_KEYS):
-        return {}
-    taken = accepted_arguments(node, "model", settings.allow)
-    if str(node["_target_"]).startswith("torchvision."):
-        taken -= {FILE}  # there it names weights to download
-    return {key: node[key] for key in OWN_KEYS if key in node and key not in taken}
+    return kept_keys(settings.model, "model", settings.allow, OWN_KEYS)
 
 
 def check_own_keys(keys: Mapping[str, Any]) -> None:
     """Check the keys of `model` that gpipe uses before the model is built."""
-    check_weights_keys(keys)
-    for key, items in keys.items():
-        if key == UNUSED and (not isinstance(items, bool) or "layers" not in keys):
-            raise ConfigError(f"model.{key}={items}: must be true or false, with a list in model.layers")
-        if key not in SEQUENCE_KEYS:
-            continue
-        if not isinstance(items, Sequence) or isinstance(items, str):
-            raise ConfigError(f"model.{key}={items}: must be a list")
+    if keys.get(NEW_HEAD) and keys.get(FILE) is None:
+        raise ConfigError(
+            f"model.{NEW_HEAD}=true: replaces the head of a file, and model.{FILE} is not given"
+        )
+    if UNUSED in keys and "layers" not in keys:
+        raise ConfigError(f"model.{UNUSED}={keys[UNUSED]}: has no effect without a list in model.layers")
     for index, item in enumerate(keys.get("layers", ())):
         _layer(item, f"model.layers[{index}]")
 
@@ -335,19 +325,6 @@ def _layer(item: Any, key: str) -> Any:
         raise ConfigError(f"{key}.call={name}: not allowed here; {or_list(str(name), FUNCTIONS)}")
     arguments = {argument: value for argument, value in item.items() if argument != "call"}
     return partial(FUNCTIONS[name], **arguments)
-
-
-def check_weights_keys(keys: Mapping[str, Any]) -> None:
-    """Check `model.weights` and `model.new_head` before the model is built."""
-    file, new_head = keys.get(FILE), keys.get(NEW_HEAD, False)
-    if not isinstance(file, str | None):
-        raise ConfigError(f"model.{FILE}={file}: expected the path of a file")
-    if not isinstance(new_head, bool):
-        raise ConfigError(f"model.{NEW_HEAD}={new_head}: expected true or false")
-    if new_head and file is None:
-        raise ConfigError(
-            f"model.{NEW_HEAD}=true: replaces the head of a file, and model.{FILE} is not given"
-        )
 
 
 def load_initial_weights(

@@ -27,7 +27,7 @@ from gpipe_cli.build.components import (
 from gpipe_cli.build.custom_schedule import has_custom_order, order_from_text, order_text
 from gpipe_cli.build.model import FEWER_PARAMETERS
 from gpipe_cli.build.parts import BuiltModel, Partitioning, RunParts, build_parts, repeatable_order
-from gpipe_cli.config.job import Job, Summary, resume_command
+from gpipe_cli.config.job import SAME_IN_RANKS, Job, Summary, resume_command
 from gpipe_cli.config.schema import RunConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.groups import RankCoords, backends_for
@@ -54,18 +54,9 @@ def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts) -> Summary:
     partitioning = parts.partitioning
     if partitioning.origin:
         print_status(f"balance {partitioning.balance}: {partitioning.origin}")
-    task = RankTask(
-        command=job.command,
-        overrides=list(job.overrides),
-        line=job.line,
-        config=OmegaConf.to_yaml(job.tree),
-        model=job.model,
-        in_sweep=job.in_sweep,
-        balance=partitioning.balance,
-        order=order_text(partitioning.spec),
-        began=job.began,
-        json=job.json,
-    )
+    known = {name: getattr(job, name) for name in SAME_IN_RANKS}
+    config, order = OmegaConf.to_yaml(job.tree), order_text(partitioning.spec)
+    task = RankTask(job.command, partitioning.balance, config, known, order)
     return launch_ranks(
         task,
         describe_ranks(partitioning.workers, settings.data_parallel),

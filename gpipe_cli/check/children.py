@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -50,7 +49,7 @@ def run_in_children(
 ) -> Mapping[str, Any]:
     """Run a function of this module in one process per device; what the first returns."""
     names = [str(device) for device in devices]
-    task = RankTask("check", names, "gpipe check", "", "", False, [], time.monotonic())
+    task = RankTask("check", [], job={"devices": names})
     call = f"{__name__}.run_as_child(sys.argv[1], {__name__}.{part.__name__})"
     attempt = run_ranks(task, f"import {__name__}", call, names, timeout)
     if isinstance(attempt.cause, Interrupted):  # not a result of the check: Ctrl-C ends the whole command
@@ -68,7 +67,7 @@ def run_as_child(folder: str, part: Part) -> NoReturn:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     def run(files: RankFiles, task: RankTask) -> Mapping[str, Any]:
-        devices = [torch.device(name) for name in task.overrides]
+        devices = [torch.device(name) for name in task.job["devices"]]
         # The launcher ends children whose step takes too long: all of this is one step.
         with Heartbeats(files.heartbeats, len(devices)).in_step(int(os.environ["RANK"])):
             return part(files, devices)

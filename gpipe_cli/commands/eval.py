@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe_cli.build.token_dependence import check_isolation
+from gpipe_cli.build.fit import check_isolation
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.inference.trained import TrainedModel, use_trained, with_saved_settings

@@ -123,22 +123,13 @@ def job_of_rank(files: RankFiles, task: RankTask) -> Job:
     """The job of one rank, as its launcher describes it."""
     tree = OmegaConf.create(task.config)
     assert isinstance(tree, DictConfig), "the launcher wrote a mapping"
-    settings = settings_of(tree, task.command, task.overrides)
+    overrides = tuple(task.job["overrides"])
+    settings = settings_of(tree, task.command, overrides)
     if task.run_directory is not None:  # after a failure all ranks resume from the last snapshot
         assert isinstance(settings, TrainConfig), "only a training run has a directory"
         settings = replace(settings, resume="auto", run_dir=task.run_directory)
-    return Job(
-        task.command,
-        tuple(task.overrides),
-        task.line,
-        tree,
-        task.model,
-        settings,
-        in_sweep=task.in_sweep,
-        json=task.json,
-        began=task.began,
-        rank=Rank(files, task.balance, task.order),
-    )
+    rank = Rank(files, task.balance, task.order)
+    return Job(task.command, **{**task.job, "overrides": overrides}, tree=tree, settings=settings, rank=rank)
 
 
 def compose_tree(request: Request) -> DictConfig:

@@ -90,6 +90,22 @@ def accepted_arguments(node: Mapping[str, Any], group: str, allow: Sequence[str]
     return frozenset(inspect.signature(function).parameters)
 
 
+def kept_keys(
+    node: Mapping[str, Any], group: str, allow: Sequence[str], types: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The keys of a component that gpipe uses itself, unless the target takes them; types: those of all such keys."""
+    if not types.keys() & node.keys():
+        return {}
+    taken = accepted_arguments(node, group, allow)
+    if str(node["_target_"]).startswith("torchvision."):
+        taken = frozenset(name for name in taken if not _DOWNLOADS.match(name))
+    keys = {key: node[key] for key in types if key in node and key not in taken}
+    for key, value in keys.items():
+        if problem := type_mismatch(value, types[key]):
+            raise ConfigError(f"{group}.{key}={value}: {problem}")
+    return keys
+
+
 def path_arguments(node: Mapping[str, Any], group: str, allow: Sequence[str], path: str) -> Iterator[str]:
     """The keys of text whose annotation has pathlib's Path in it, and those of components inside the node."""
     parameters = _parameters(resolve_target(f"{path}._target_", node["_target_"], group, allow))

@@ -17,6 +17,8 @@ from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_files import RankFiles
 
 Summary = Mapping[str, Any]
+SAME_IN_RANKS = ("overrides", "line", "model", "in_sweep", "json", "began")
+"""Fields of a job that are the same in the ranks that its launcher starts."""
 
 
 @final

@@ -12,8 +12,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from gpipe_cli.build.fit import scores_differ, token_scores
 from gpipe_cli.build.loader import BatchLoader
-from gpipe_cli.build.token_dependence import scores_differ, token_scores
 from gpipe_cli.data.datasets import generator_for
 from gpipe_cli.data.tokenizer import Tokenizer
 from gpipe_cli.engines.protocol import Engine

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -54,19 +54,11 @@ class RankTask:
     """What every rank is to run: one job, as its launcher composed and balanced it."""
 
     command: str
-    overrides: list[str]
-    line: str
-    """The command line that repeats the job."""
-    config: str
-    """The composed configuration as YAML."""
-    model: str
-    in_sweep: bool
-    """Whether it is one of several jobs, whose results are printed together."""
     balance: list[int]
-    began: float
-    """When the command began, by the monotonic clock; its time limit counts from there."""
-    json: bool = False
-    """Whether the result is printed as JSON."""
+    config: str = ""
+    """The composed configuration as YAML."""
+    job: Mapping[str, Any] = field(default_factory=dict)
+    """What else the launcher knows of the job: the fields of `Job` that JSON can hold."""
     order: str = ""
     """The order of schedule=auto or schedule=file, as a CSV file has it; empty with another schedule."""
     run_directory: str | None = None

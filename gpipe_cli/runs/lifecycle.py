@@ -17,6 +17,7 @@ from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.activity import activity, on_terminal
 from gpipe_cli.build.components import starts_ranks, traits_of_engine
 from gpipe_cli.build.custom_schedule import write_order
+from gpipe_cli.build.fit import check_isolation
 from gpipe_cli.build.optimizer import optimizer_factory
 from gpipe_cli.build.parts import RunParts, make_engine, train_steps
 from gpipe_cli.build.ranks import (
@@ -26,7 +27,6 @@ from gpipe_cli.build.ranks import (
     settings_for_rank,
     with_heartbeat,
 )
-from gpipe_cli.build.token_dependence import check_isolation
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig
@@ -74,8 +74,7 @@ from gpipe_cli.runs.summary import (
     write_summary,
 )
 from gpipe_cli.safe_files import writing
-from gpipe_cli.training.early_stop import EarlyStop
-from gpipe_cli.training.loop import Position, TrainSpec
+from gpipe_cli.training.loop import EarlyStop, Position, TrainSpec
 from gpipe_cli.training.metrics import metrics_length_at, truncate_metrics
 from gpipe_cli.training.signals import StopRequests, defer_signals
 from gpipe_cli.values import parse_duration

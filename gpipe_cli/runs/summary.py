@@ -14,7 +14,7 @@ from gpipe_cli.config.job import Job, Summary, allow_override, resume_command
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.words import text_word
 from gpipe_cli.distributed.world import World
-from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
+from gpipe_cli.errors import DataError, ResourceError, Stopped
 from gpipe_cli.report.formatting import describe, format_value
 from gpipe_cli.report.model_tables import print_measured_memory
 from gpipe_cli.report.output import print_status
@@ -24,12 +24,10 @@ from gpipe_cli.runs.reader import MAX_STEPS, RunReader, as_int
 from gpipe_cli.runs.resume import longer_line
 from gpipe_cli.runs.snapshots.manifest import snapshot_paths
 from gpipe_cli.runs.snapshots.record import TrainingRecord
-from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 SUMMARY, PAGE = "summary.json", "report.html"
-MAX_SUMMARY_BYTES = 2**20
 
 
 def summarize(
@@ -64,7 +62,7 @@ def finished_summary(
     """The summary of a run that has nothing left to train: the one in its directory, if that fits the record."""
     stopped_early = spec.stops_early(record.position.step, record.patience)
     summary = summarize(record.position, loader, directory, job, stopped_early)
-    before = _read_summary(directory)
+    before = RunReader(directory).json(SUMMARY)
     may_differ = ("run_dir", "command")
     if all(before.get(key) == value for key, value in summary.items() if key not in may_differ):
         hint = f" early ({stopped_early}); raise early_stop.patience to continue" if stopped_early else ""
@@ -163,17 +161,6 @@ def _stopped(request: StopRequested, how: str, directory: Path, settings: TrainC
         return request.error(f"stopped by {reason}{how}, before anything was saved in {directory}")
     command = resume_command(directory, settings)
     return request.error(f"stopped by {reason}{how}; saved in {snapshots[0]}; resume with: {command}")
-
-
-def _read_summary(run: Path) -> Summary:
-    """Read summary.json; empty if it is damaged, or missing because the run ended before it was written."""
-    try:
-        content = parse_json(read_regular(run / SUMMARY, MAX_SUMMARY_BYTES, base=run))
-    except (FileNotFoundError, ValueError):
-        return {}
-    except OSError as error:
-        raise RunError(f"{run / SUMMARY}: cannot be read: {error}; remove it") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _best_evaluation(run: Path) -> dict[str, str]:

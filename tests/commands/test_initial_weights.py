@@ -157,7 +157,7 @@ def test_a_traced_model_of_the_user_starts_from_a_file_and_a_dry_run_tells_so(
     ("words", "message"),
     [
         (("model=mlp", "model.new_head=3"), "model.new_head=3: expected true or false"),
-        (("model=mlp", "model.weights=[1]"), "model.weights=[1]: expected the path of a file"),
+        (("model=mlp", "model.weights=[1]"), "model.weights=[1]: expected text or null"),
     ],
 )
 def test_keys_that_cannot_be_meant_are_refused(gpipe: Gpipe, words: tuple[str, ...], message: str) -> None:

@@ -19,7 +19,7 @@ from gpipe_cli.launch.rank_files import Heartbeats, RankFiles, RankTask
 
 IMPORTS = "import tests.launch.acting_rank"
 DESCRIPTIONS = ("partition 0", "partition 1")
-TASK = RankTask("train", [], "gpipe train", "", "model", False, [1, 1], 0.0)
+TASK = RankTask("train", [1, 1])
 GRACE = 0.3
 STEP_TIMEOUT = 0.4
 

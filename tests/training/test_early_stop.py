@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.training.early_stop import EarlyStop, PatienceState
+from gpipe_cli.training.loop import EarlyStop, PatienceState
 from tests.support.command_line import Gpipe
 from tests.support.run_files import rows as metrics_rows
 

@@ -26,8 +26,7 @@ from gpipe_cli.huggingface import CONFIG
 from gpipe_cli.runs.snapshots.durable import FileDigest
 from gpipe_cli.runs.snapshots.manifest import VerifiedSnapshot
 from gpipe_cli.sequential.deferred import DeferredParameter
-from gpipe_cli.training.early_stop import PatienceState
-from gpipe_cli.training.loop import EvalResult, LossWindow, Position
+from gpipe_cli.training.loop import EvalResult, LossWindow, PatienceState, Position
 
 MAX_COUNT = 2**63 - 1
 """Seeds go that far."""

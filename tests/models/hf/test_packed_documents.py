@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from gpipe_cli.build.fit import check_isolation
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.model import make_model
-from gpipe_cli.build.token_dependence import check_isolation
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.transforms import Transforms
