@@ -173,7 +173,6 @@ def _compose(request: Request) -> _Composed:
         config_errors(request.command),
         initialize(None, request.command, **VERSION),
     ):
-        _refuse_sweeps(given)
         tree = hydra.compose(primary, given, return_hydra_config=True)
     choices = tree.hydra.runtime.choices
     plain = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
@@ -348,13 +347,6 @@ def overridden_epochs(settings: CommandConfig, overrides: Sequence[str]) -> str 
     return f"epochs has no effect, because a file sets steps={steps}, which overrides it; add steps=null"
 
 
-def _refuse_sweeps(words: Sequence[str]) -> None:
-    for override in OverridesParser.create().parse_overrides(list(words)):
-        if override.is_sweep_override():
-            line = str(override.input_line).removeprefix("++")
-            raise ConfigError(f"{line}: several values need -m (a sweep), or [..] for a list")
-
-
 def _sweep_word(word: str, override: Override, *, searches: bool) -> list[str]:
     """searches: whether the sweeper takes intervals."""
     key = override.get_key_element()
@@ -424,6 +416,10 @@ def _describe(error: Exception, command: str) -> str:
         return f"unknown key '{key}'; {hint_for_unknown(key, command)}"
     if deleted := re.search(r"Could not delete from config.*'([^']+)'", whole):
         return f"~{deleted[1]}: there is no such key to remove; {hint_for_unknown(deleted[1], command)}"
+    if sweep := re.search(
+        r"(?:Ambiguous value for argument|Sweep parameters) '\+*(.+)' (?:1\.|requires)", whole
+    ):
+        return f"{sweep[1]}: several values need -m (a sweep), or [..] for a list"
     line = re.search(r"Error merging override (.+)", str(error))
     about = line[1].removeprefix("++") if line else key or "configuration"
     text = _first_line(cause)

@@ -24,7 +24,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gpipe_cli.config.keys import check_option, chosen_options, groups_of, hint_for_unknown
+from gpipe_cli.config.keys import check_option, chosen_options, groups_of
 from gpipe_cli.config.saved_paths import use_found_paths
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, NO_EFFECT, SCHEMAS, EvaluationConfig
 from gpipe_cli.config.targets import MOVED, with_current_names
@@ -359,7 +359,8 @@ def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], di
     options: dict[str, str] = {}
     keys: dict[str, Any] = {}
     for name, value in nested.items():
-        _check_name(name, command)
+        if name in FORBIDDEN:
+            raise ConfigError(f"{name}: {FORBIDDEN[name]}")
         if name not in (*GROUPS, "recipe"):
             keys[name] = value
             continue
@@ -380,13 +381,6 @@ def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], di
         if mapping:
             keys[name] = mapping
     return options, keys
-
-
-def _check_name(name: str, command: str) -> None:
-    if name in FORBIDDEN:
-        raise ConfigError(f"{name}: {FORBIDDEN[name]}")
-    if name not in {each.name for each in fields(SCHEMAS[command])} | {"recipe"}:
-        raise ConfigError(f"unknown key '{name}'; {hint_for_unknown(name, command)}")
 
 
 def _existing(name: str) -> Path:
