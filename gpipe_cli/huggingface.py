@@ -10,6 +10,7 @@ nothing is fetched for it.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -20,6 +21,7 @@ from gpipe_cli.errors import ConfigError, RunError, did_you_mean
 from gpipe_cli.safe_files import parse_json, read_regular
 
 INSTALL = "pip install 'transformers>=5' tokenizers peft jinja2"
+INSTALL_QUANTIZE = "pip install bitsandbytes"
 CONFIG = "config.json"
 MAX_JSON_BYTES = 2**26
 """The size limit of JSON files in a model's directory; the largest are indices with a row per tensor."""
@@ -32,19 +34,22 @@ def transformers() -> Any:
 
 @cache
 def import_package(name: str) -> Any:
-    """Import transformers or a package that builds on it, such as peft, so that it downloads and prints nothing."""
+    """Import transformers or a package around it, such as peft, so that it downloads and prints nothing."""
     # Read when the packages are imported. Offline is not up to the user's environment: gpipe downloads nothing.
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     # The default warns in every process that is forked after the first use of a tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    # It warns of a faster kernel for evaluation that could be downloaded; peft imports it too.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     importlib.import_module("gpipe_cli.vision")
     try:
         package = importlib.import_module(name)
-        logging = importlib.import_module("transformers.utils.logging")
+        messages = importlib.import_module("transformers.utils.logging")
     except ImportError as error:
-        raise ConfigError(f"{name} cannot be imported ({error}); install it: {INSTALL}") from error
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+        install = INSTALL_QUANTIZE if name == "bitsandbytes" else INSTALL
+        raise ConfigError(f"{name} cannot be imported ({error}); install it: {install}") from error
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
     return package
 
 

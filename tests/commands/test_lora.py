@@ -19,7 +19,7 @@ WORDS = [
     *("model=hf", "model.path=base", "threads=1"),
     *("model.lora.rank=2", "model.lora.targets=[q_proj,v_proj]", "model.lora.dropout=0.1"),
     *("data=text", "data.path=text.txt", "data.context=16"),
-    *("batch_size=8", "chunks=4", "steps=4", "snapshot.every=2"),
+    *("batch_size=8", "chunks=4", "steps=4", "snapshot.every=2", "snapshot.keep=3"),
 ]
 pytestmark = pytest.mark.slow
 
@@ -73,6 +73,7 @@ def test_a_snapshot_has_the_adapter_and_refers_to_the_base(
     assert answers[0].err.startswith("best: eval loss ")
 
 
+@pytest.mark.parametrize("base", ["", "model.quantize=nf4"])
 @pytest.mark.parametrize(
     "words",
     [
@@ -87,10 +88,12 @@ def test_a_snapshot_has_the_adapter_and_refers_to_the_base(
     ],
 )
 def test_every_engine_trains_the_same_adapter_to_the_bit(
-    adapting: Gpipe, gpipe: Gpipe, tmp_path: Path, words: str
+    adapting: Gpipe, gpipe: Gpipe, tmp_path: Path, words: str, base: str
 ) -> None:
-    adapting("run_dir=reference", "engine=single")
-    adapting("run_dir=run", *words.split())
+    if base:
+        pytest.importorskip("bitsandbytes", reason="needs gpipe-cli[quantize]")
+    adapting("run_dir=reference", "engine=single", *base.split())
+    adapting("run_dir=run", *words.split(), *base.split())
     expected, trained = state(tmp_path / "reference" / LAST), state(tmp_path / "run" / LAST)
     assert trained.keys() == expected.keys()
     assert all(torch.equal(trained[name], expected[name]) for name in expected)

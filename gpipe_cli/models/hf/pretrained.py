@@ -17,6 +17,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import load_config, read_json, transformers
 from gpipe_cli.models.hf.deferred_loading import Loading, is_in_head, stored_tensors
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
+from gpipe_cli.models.hf.nf4 import NF4, quantize_frozen
 from gpipe_cli.models.weights import shape_text
 from gpipe_cli.sequential.deferred import DeferredParameter
 from gpipe_cli.values import FilePath, check_whole_number
@@ -43,6 +44,7 @@ def build(
     num_classes: int = 2,
     new_head: bool = False,
     lora: Mapping[str, Any] | None = None,
+    quantize: str | None = None,
     input_shape: tuple[int, ...] = (32,),
     tokenizer: Any = None,
     say: Callable[[str], None] = lambda line: None,
@@ -51,21 +53,16 @@ def build(
 
     init: `weights` for those of the directory; `random` to draw all parameters from torch's default generator.
     lora: the keys of `LoraSettings`, to train adapters, the head of a classifier and what the files lack, and no more.
+    quantize: `nf4` for a base of four bits per weight, beside which adapters are trained.
     num_classes: of a classifier; for language models the number of tokens in the data, which the model must know.
     tokenizer: that of the data, if the data is text.
     say: prints what the user should know about the files.
     """
-    if init not in INITS:
-        raise ConfigError(f"model.init={init}: must be one of: {', '.join(INITS)}")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"model.dtype={dtype}: must be one of: {', '.join(DTYPES)}, or null for float32")
     adapters = LoraSettings.of(lora)
+    _check_choices(init, dtype, quantize, adapters)
     directory = Path(path)
     config = load_config(directory)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"model.path={path}: its weights are quantized, so they cannot be trained; give those before quantization"
-        )
+    _check_unquantized(config, path)
     task, chosen = model_class(config, task, path)
     if new_head and (task not in CLASSIFICATION or init == "random"):
         raise ConfigError(
@@ -83,7 +80,7 @@ def build(
         check_targets(task, tokenizer, say)
         if init == "weights" and (warning := ignored_tokenizer(directory, tokenizer)):
             say(warning)
-    kind = DTYPES[dtype or "float32"]
+    kind = DTYPES[dtype or ("float32" if quantize is None else "bfloat16")]
     if init == "random":
         model: nn.Module = chosen._from_config(config, dtype=kind)
     else:
@@ -93,7 +90,35 @@ def build(
         check_context(config, model, path, input_shape[0])
     if adapters is not None:
         add_adapters(model, adapters, _trained_whole(model, task, init), say)
+    if quantize is not None:
+        quantize_frozen(model, say)
     return model
+
+
+def _check_choices(init: str, dtype: str | None, quantize: str | None, adapters: LoraSettings | None) -> None:
+    if init not in INITS:
+        raise ConfigError(f"model.init={init}: must be one of: {', '.join(INITS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(
+            f"model.dtype={dtype}: must be one of: {', '.join(DTYPES)}, or null for the default"
+        )
+    if quantize not in (None, NF4):
+        raise ConfigError(
+            f"model.quantize={quantize}: must be {NF4}, or null to keep the weights as they are"
+        )
+    if quantize is not None and adapters is None:
+        raise ConfigError(
+            f"model.quantize={quantize}: weights of four bits cannot be trained; give model.lora.rank, such as 8, to "
+            "train adapters beside them"
+        )
+
+
+def _check_unquantized(config: Any, path: str) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model.path={path}: its weights are quantized, so they cannot be trained; give those before quantization, "
+            f"with model.quantize={NF4} to train adapters beside weights of four bits"
+        )
 
 
 def normalization(node: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:

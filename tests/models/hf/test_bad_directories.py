@@ -127,7 +127,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[GpipeError], str]] = {
     "quantized weights": (
         lambda path: edit_config(path, quantization_config={"quant_method": "gptq", "bits": 4}),
         ConfigError,
-        "its weights are quantized",
+        "its weights are quantized, so they cannot be trained; give those before quantization, with model.quantize=nf4",
     ),
     "an architecture for another task": (
         lambda path: edit_config(path, architectures=["LlamaForTokenClassification"]),
