@@ -32,11 +32,12 @@ PROFILE = (
     "gpipe profile timeline=true steps=9 model=gpt model.width=256 data.context=64 chunks=8 schedule=1f1b"
     " checkpoint=never balance=time run_dir=profile"
 )
-TRAIN = "gpipe train run_dir=first"
+TRAIN, CHECK = "gpipe train run_dir=first", "gpipe check"
 WIDTH, LEFT, RIGHT = 860, 72, 8
 TOP, ROW, BAR, GAP = 28, 30, 24, 0.6
 COLUMNS, LINES = 100, 40
-PAGE_SIZE = "1180,1500"
+PAGE_SIZE = "1180,1230"
+CHARTS = r'<figure class="chart">.*?</figure>'
 
 
 def main() -> None:
@@ -46,7 +47,8 @@ def main() -> None:
         subprocess.run(shlex.split(PROFILE), cwd=folder, check=True, stdout=subprocess.DEVNULL)
         run = Path(folder) / "profile"
         (DOCS / "timeline.svg").write_text(draw_timeline(run), encoding="utf-8")
-        (DOCS / "terminal.svg").write_text(draw_terminal(TRAIN, Path(folder)), encoding="utf-8")
+        for name, command in (("terminal", TRAIN), ("check", CHECK)):
+            (DOCS / f"{name}.svg").write_text(draw_terminal(command, Path(folder)), encoding="utf-8")
         photograph(Path(folder) / "first" / "report.html", DOCS / "report.png")
 
 
@@ -86,7 +88,11 @@ def _step(title: str, step: TimelineRecord, scale: float, top: float) -> Iterato
 
 
 def photograph(page: Path, picture: Path) -> None:
-    """A screenshot of an HTML page by headless Chromium."""
+    """A screenshot of the page of a run by headless Chromium, with two charts, the timeline and the partitions."""
+    shown = page.read_text(encoding="utf-8")
+    for chart in re.findall(CHARTS, shown, flags=re.DOTALL)[2:]:
+        shown = shown.replace(chart, "")
+    page.write_text(shown, encoding="utf-8")
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         sys.exit("install Chromium to take a screenshot of the report: apt-get install chromium")
@@ -109,6 +115,7 @@ def _terminal_output(command: str, folder: Path) -> str:
     if process == 0:
         os.chdir(folder)
         os.environ.update(COLUMNS=str(COLUMNS), LINES=str(LINES), TERM="xterm-256color")
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         words = shlex.split(command)
         os.execvp(words[0], words)
     output = bytearray()
