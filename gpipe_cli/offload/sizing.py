@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
@@ -44,8 +44,7 @@ def layer_bytes(module: nn.Sequential, *, trained_only: bool = False) -> list[in
 
 
 @final
-@dataclass(frozen=True)
-class LayerBytes:
+class LayerBytes(NamedTuple):
     """The bytes of a layer's own parameters, and of what comes with them."""
 
     frozen: int
@@ -210,13 +209,7 @@ def _bytes_of(
 
 
 def _added(layers: Sequence[LayerBytes]) -> LayerBytes:
-    return LayerBytes(
-        sum(layer.frozen for layer in layers),
-        sum(layer.weights for layer in layers),
-        sum(layer.gradients for layer in layers),
-        sum(layer.state for layer in layers),
-        sum(layer.update for layer in layers),
-    )
+    return LayerBytes(*map(sum, zip(*layers, strict=True))) if layers else LayerBytes(0, 0, 0, 0, 0)
 
 
 def optimizer_bytes(module: nn.Sequential, make: MakeOptimizer | None) -> list[int]:

@@ -142,27 +142,13 @@ def _layer_ranges(balance: Sequence[int]) -> Iterator[tuple[int, int]]:
     return pairwise([0, *accumulate(balance)])
 
 
-@final
-@dataclass(frozen=True)
-class _StateTensor:
-    """Which sides of the parameter a state tensor has, and how many bytes the rest of it multiplies them by."""
-
-    sides: tuple[int, ...]
-    rest: int
-
-    def bytes(self, shape: Sequence[int]) -> int:
-        return self.rest * prod(shape[side] for side in self.sides)
-
-
 def state_bytes(make: MakeOptimizer, parameters: NamedParameters) -> list[int]:
     """For each parameter what the optimizer keeps after an update; nothing for a frozen one."""
     named = list(parameters)
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     sizes = {
         parameter: sum(
-            _describe(value, parameter.dim()).bytes(parameter.shape)
-            for value in state.values()
-            if isinstance(value, Tensor)
+            _scaled(value, parameter.shape).nbytes for value in state.values() if isinstance(value, Tensor)
         )
         for (_, parameter), state in zip(trained, _states_after_a_step(make, trained), strict=True)
     }
@@ -201,12 +187,11 @@ def _scaled(value: Any, shape: Sequence[int]) -> Any:
     if not isinstance(value, Tensor):
         return value
     sides = _SIDES[: len(shape)]
-    # An optimizer that flattens its parameter keeps a row of as many elements.
-    if value.dim() == 1 and len(shape) > 1 and value.numel() == prod(sides):
-        return value.new_empty(prod(shape), device="meta")
-    return value.new_empty(
-        [shape[sides.index(side)] if side in sides else side for side in value.shape], device="meta"
-    )
+    scaled = [shape[sides.index(side)] if side in sides else side for side in value.shape]
+    # An optimizer that flattens its parameter keeps as many elements, in a row or in another shape.
+    if value.numel() == prod(sides) and prod(scaled) != prod(shape):
+        scaled = [prod(shape)]
+    return value.new_empty(scaled, device="meta")
 
 
 def _states_after_a_step(
@@ -233,16 +218,6 @@ def _states_after_a_step(
         stand_in.grad = torch.ones_like(stand_in)
     optimizer.step()
     return [dict(optimizer.state[updated[kind]]) for kind in kinds]
-
-
-def _describe(value: Tensor, dimensions: int) -> _StateTensor:
-    sides = _SIDES[:dimensions]
-    if value.numel() == prod(sides):  # of the same size, perhaps of another shape
-        return _StateTensor(tuple(range(dimensions)), value.element_size())
-    rest = prod(side for side in value.shape if side not in sides)
-    return _StateTensor(
-        tuple(sides.index(side) for side in value.shape if side in sides), rest * value.element_size()
-    )
 
 
 def update_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> list[int]:
