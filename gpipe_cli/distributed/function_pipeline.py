@@ -41,8 +41,6 @@ _LENGTH_BYTES = 8
 _HEADER_BYTES = 1024
 """A header up to this size is one message: enough for a dozen tensors."""
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
-_NOTHING = PartitionInput((), ())
-"""What arrives at the ends of the pipe."""
 
 
 def forward_backward(
@@ -129,9 +127,9 @@ class _Step:
         outputs = []
         with torch.no_grad():
             for part in self.parts:
-                output = self._run(part, self.link.receive_forward()).output
+                output = self._run(part, self.link.previous.receive()).output
                 outputs.append(output)
-                self.link.send_forward(output)
+                self.link.next.send(_message(output))
         if not self.link.is_last:
             return None
         if isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
@@ -146,10 +144,10 @@ class _Step:
         ahead = min(link.ranks - link.rank - 1, len(self.parts))
         waiting: deque[_ForwardResult] = deque()
         for part in self.parts[:ahead]:
-            waiting.append(self._run(part, link.receive_forward()))
-            link.send_forward(waiting[-1].output)
+            waiting.append(self._run(part, link.previous.receive()))
+            link.next.send(_message(waiting[-1].output))
         losses = []
-        received = link.receive_forward() if ahead < len(self.parts) else None
+        received = link.previous.receive() if ahead < len(self.parts) else None
         for part in self.parts[ahead:]:
             assert received is not None, "received before the loop, or with the last gradient sent"
             result = self._run(part, received)
@@ -158,15 +156,16 @@ class _Step:
                 losses.append(_loss(result.output).detach())
             # The next process has a gradient to send by now, and the previous one its next output, so sending and
             # receiving must not follow each other here.
-            gradients = link.send_forward_receive_backward(result.output)
+            gradients = link.next.exchange(_message(result.output)).tensors
             # Oldest first in every process: receives match sends without tags, and gradients add up in one order.
-            sent = self._run_backward(waiting.popleft(), gradients, backward)
+            sent = PartitionInput(self._run_backward(waiting.popleft(), gradients, backward), ())
             if part is self.parts[-1]:
-                link.send_backward(sent)
+                link.previous.send(sent)
             else:
-                received = link.send_backward_receive_forward(sent)
+                received = link.previous.exchange(sent)
         while waiting:
-            link.send_backward(self._run_backward(waiting.popleft(), link.receive_backward(), backward))
+            gradients = link.next.receive().tensors
+            link.previous.send(PartitionInput(self._run_backward(waiting.popleft(), gradients, backward), ()))
         return self._mean(losses) if losses else None
 
     def _run(self, part: MicroBatch, received: PartitionInput) -> _ForwardResult:
@@ -241,10 +240,9 @@ def _backward(output: Any, gradient: Any) -> None:
 
 @final
 class P2PLink:
-    """Sends values to the next process and gradients to the previous one, and receives the same from them.
+    """The previous process, which sends values and receives gradients, and the next one, for which it is the reverse.
 
-    At the ends of the pipe there is nobody to send to and nothing to receive. Use it in a `with` statement, which waits
-    until everything sent has arrived.
+    Use it in a `with` statement, which waits until everything sent has arrived.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -252,41 +250,20 @@ class P2PLink:
         self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
         self.is_first, self.is_last = self.rank == 0, self.rank == self.ranks - 1
         device = device_of(group)
-        self._previous = None if self.is_first else Peer(self.rank - 1, group, device)
-        self._next = None if self.is_last else Peer(self.rank + 1, group, device)
+        self.previous = Peer(None if self.is_first else self.rank - 1, group, device)
+        self.next = Peer(None if self.is_last else self.rank + 1, group, device)
 
     def __enter__(self) -> P2PLink:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # after a failure the neighbour may never receive it
-            for peer in (self._previous, self._next):
-                if peer is not None:
-                    peer.wait()
+            self.previous.wait()
+            self.next.wait()
 
     def from_first(self, number: int) -> int:
         """The number of the first process; that of the others is ignored."""
         return int(broadcast_numbers(torch.tensor([number]), 0, self._group))
-
-    def receive_forward(self) -> PartitionInput:
-        return self._previous.receive() if self._previous else _NOTHING
-
-    def send_forward(self, value: Value) -> None:
-        if self._next:
-            self._next.send(_message(value))
-
-    def receive_backward(self) -> Gradients:
-        return self._next.receive().tensors if self._next else ()
-
-    def send_backward(self, gradients: Gradients) -> None:
-        if self._previous:
-            self._previous.send(PartitionInput(gradients, ()))
-
-    def send_forward_receive_backward(self, value: Value) -> Gradients:
-        return self._next.exchange(_message(value)).tensors if self._next else ()
-
-    def send_backward_receive_forward(self, gradients: Gradients) -> PartitionInput:
-        return self._previous.exchange(PartitionInput(gradients, ())) if self._previous else _NOTHING
 
 
 def _message(value: Value) -> PartitionInput:
@@ -319,8 +296,10 @@ class Peer:
     Every message says what it holds, so shapes, dtypes and the number of tensors may differ from one to the next.
     """
 
-    def __init__(self, rank: int, group: ProcessGroup, device: torch.device) -> None:
-        """device: where tensors are when they are sent and received; the group needs a backend for it."""
+    def __init__(self, rank: int | None, group: ProcessGroup, device: torch.device) -> None:
+        """rank: None at an end of the pipe, where nobody is.
+        device: where tensors are when they are sent and received; the group needs a backend for it.
+        """
         self._rank, self._group, self._device = rank, group, device
         self._sendings: list[_Sending] = []
 
@@ -342,6 +321,8 @@ class Peer:
         self._sendings.clear()
 
     def _transfer(self, message: PartitionInput | None, *, receives: bool) -> PartitionInput:
+        if self._rank is None:
+            return PartitionInput((), ())
         # Only the tensors are on the device: the host would have to wait for it to read what they are.
         header = _header(message) if message is not None else _NO_BYTES
         received = torch.empty(_HEADER_BYTES if receives else 0, dtype=torch.uint8)
