@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 
+Item = TypeVar("Item")
 NEAREST: Final = "nearest"
 ROUNDINGS: Final = ("stochastic", NEAREST)
 RANDOM_KEY: Final = "random_key"
@@ -74,7 +75,8 @@ class HalfPrecisionOptimizer(torch.optim.Optimizer):
         others = [each for each in updated if not is_half(each)]
         if others:
             self._step_inner({each: each for each in others}, self.state)
-        for chunk in _chunks([each for each in updated if is_half(each)]):
+        half = [each for each in updated if is_half(each)]
+        for chunk in in_chunks(half, lambda each: 4 * each.numel(), _CHUNK_BYTES):
             self._step_chunk(chunk)
 
     def _step_chunk(self, chunk: list[nn.Parameter]) -> None:
@@ -197,15 +199,15 @@ def round_stochastically(value: Tensor, dtype: torch.dtype, generator: torch.Gen
     return torch.where(value.abs() < _SMALLEST_NORMAL, subnormal, rounded)
 
 
-def _chunks(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    chunk: list[nn.Parameter] = []
+def in_chunks(items: Iterable[Item], size_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Consecutive items of at most `limit` bytes together, or a larger one alone."""
+    chunk: list[Item] = []
     size = 0
-    for parameter in parameters:
-        nbytes = 4 * parameter.numel()
-        if chunk and size + nbytes > _CHUNK_BYTES:
+    for item in items:
+        if chunk and size + size_of(item) > limit:
             yield chunk
             chunk, size = [], 0
-        chunk.append(parameter)
-        size += nbytes
+        chunk.append(item)
+        size += size_of(item)
     if chunk:
         yield chunk

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import reprlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.device_errors import is_out_of_memory
-from gpipe_cli.engines.half_precision import GRADIENT_SCALE, RANDOM_KEY, optimizer_class
+from gpipe_cli.engines.half_precision import GRADIENT_SCALE, RANDOM_KEY, in_chunks, optimizer_class
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.profiling.memory import MakeOptimizer, OptimizerStateShapes
 
@@ -41,7 +41,7 @@ _MAX_NAMES = 5
 """In a message: the state of another model differs in hundreds of names."""
 _KINDS = ("truth value", "number", "text", "nothing")
 """The kinds of optimizer state that are not tensors."""
-_COUNT = "step"
+_COUNT = "/step"
 """torch's optimizers count the updates of a parameter under this key, and take roots and powers of the count."""
 Groups = list[dict[str, Any]]
 
@@ -94,9 +94,9 @@ def load_tensors(module: nn.Module, state: EngineState, names: Sequence[str]) ->
         with warnings.catch_warnings():
             # A batch norm of another process, on the meta device, adds the count that it misses in the state.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
-            for some in (
-                [names] if state.fetch is None else _chunks({name: state.model[name] for name in names})
-            ):
+            # Every call of load_state_dict walks through the whole module.
+            few = in_chunks(names, lambda name: state.model[name].nbytes, LOADED_BYTES)
+            for some in [names] if state.fetch is None else few:
                 module.load_state_dict({name: state.value(state.model[name]) for name in some}, strict=False)
     except RuntimeError as error:
         if is_out_of_memory(error):
@@ -108,20 +108,6 @@ def load_buffers(module: nn.Module, state: EngineState) -> None:
     """Load the buffers of this process that a state_dict leaves out."""
     for name, buffer in module_state(module).buffers.items():
         buffer.copy_(state.value(state.buffers[name]))
-
-
-def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The names in groups of about LOADED_BYTES: every call of load_state_dict walks through the whole module."""
-    group: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if group and size + tensor.nbytes > LOADED_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(name)
-        size += tensor.nbytes
-    if group:
-        yield group
 
 
 def check_state(module: nn.Module, state: EngineState, referenced: Collection[str] = ()) -> None:
@@ -277,7 +263,7 @@ class OptimizerState:
         for settings, changed in zip(_settings(self._optimizer), self._saved_settings(numbers), strict=True):
             added = {key: value for key, value in changed.items() if key not in EXCLUDED_SETTINGS}
             ours = {key: value for key, value in settings.items() if key == UPDATES}
-            _check_numbers(ours if complete else {**added, **settings}, changed)
+            _check_settings(ours if complete else {**added, **settings}, changed)
             _check_count(UPDATES, changed.get(UPDATES, 0))
 
     def _saved_settings(self, numbers: Mapping[str, Any]) -> Groups:
@@ -417,33 +403,34 @@ def _check_parameter_state(
     if complete and (unexpected := given.keys() - expected.keys()):
         raise RunError(f"does not fit the optimizer, which keeps no {_some(unexpected)} of {name}{hint}")
     for key, value in given.items():
-        wanted = value if expected.get(key) is None else expected[key]
-        if isinstance(wanted, Tensor) != isinstance(value, Tensor):
-            raise RunError(
-                f"does not fit the optimizer: {name}/{key} is a {_kind(value)}, not a {_kind(wanted)}"
-            )
-        if isinstance(value, Tensor) and not _alike(wanted, value):
-            raise RunError(
-                f"does not fit the optimizer: {name}/{key} is {_outline(value)} instead of {_outline(wanted)}"
-            )
-        if not isinstance(value, Tensor):
-            _check_numbers({key: wanted}, {key: value}, f"{name}/")
-        _check_range(f"{name}/{key}", key, value)
+        _check_value(f"{name}/{key}", value if expected.get(key) is None else expected[key], value)
 
 
-def _check_numbers(expected: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> None:
+def _check_settings(expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Require known names, each with a value of the expected kind."""
     for key, value in given.items():
         if key not in expected:
+            raise RunError(f"does not fit the optimizer, which never changes {reprlib.repr(key)} itself")
+        _check_value(key, expected[key], value)
+
+
+def _check_value(path: str, expected: Any, given: Any) -> None:
+    """Require the kind of value that is expected; torch would silently train on with a step count that is none."""
+    if isinstance(expected, Tensor) and isinstance(given, Tensor):
+        if not _alike(expected, given):
             raise RunError(
-                f"does not fit the optimizer, which never changes {prefix}{reprlib.repr(key)} itself"
+                f"does not fit the optimizer: {path} is {_outline(given)} instead of {_outline(expected)}"
             )
-        if _kind(value) not in _KINDS or (_kind(value) != _kind(expected[key]) and expected[key] is not None):
-            raise RunError(
-                f"does not fit the optimizer: {prefix}{key} is {reprlib.repr(value)}, not a {_kind(expected[key])}"
-            )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise RunError(f"does not fit the optimizer: {prefix}{key} is {value}")
+        if given.dim() > 0 or given.is_meta or not given.is_floating_point():
+            return
+    elif _kind(given) not in _KINDS or (expected is not None and _kind(given) != _kind(expected)):
+        raise RunError(
+            f"does not fit the optimizer: {path} is {reprlib.repr(given)}, not a {_kind(expected)}"
+        )
+    number = given.item() if isinstance(given, Tensor) else given
+    is_finite = not isinstance(number, float) or math.isfinite(number)
+    if not is_finite or (path.endswith(_COUNT) and isinstance(number, int | float) and number < 0):
+        raise RunError(f"does not fit the optimizer: {path} is {number}")
 
 
 def _check_count(key: str, value: Any) -> None:
@@ -462,15 +449,6 @@ def check_scaler(expected: Mapping[str, Any], given: Any) -> None:
         )
         if not known or not 0 <= value < 2.0**127 or (value == 0 and not counts):
             raise RunError(f"does not fit the loss scaler: {key} is {reprlib.repr(value)}")
-
-
-def _check_range(path: str, key: str, value: Any) -> None:
-    """Check a single number, such as the step count: torch would silently train on with a wrong one."""
-    if isinstance(value, Tensor) and (value.dim() > 0 or value.is_meta or not value.is_floating_point()):
-        return
-    number = float(value) if isinstance(value, Tensor | int | float) else 0.0
-    if not math.isfinite(number) or (key == _COUNT and number < 0):
-        raise RunError(f"does not fit the optimizer: {path} is {number}")
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:
