@@ -231,8 +231,13 @@ class PipelineEngine:
 
     def load_state(self, state: EngineState) -> None:
         self._parameters.load(state, self._referenced)
-        if self._update is not None and not state.resets_optimizer:
-            load_scaler(self._update.scaler, state)
+        saved = state.numbers.get("scaler", {})
+        if self._update is None or state.resets_optimizer or saved == {}:
+            return
+        scaler = self._update.scaler
+        if scaler.is_enabled():  # a run may resume in another precision
+            check_scaler(scaler.state_dict(), saved)
+            scaler.load_state_dict(saved)
 
     def _use_averages(self, use: bool) -> None:
         """With `ema`, evaluate and save the averages of the weights; the weights of the training take their place."""
@@ -290,13 +295,6 @@ class PipelineEngine:
 def _has_output(output: Any) -> bool:
     """A process without the last partition gets an empty tuple."""
     return not (isinstance(output, tuple) and not output)
-
-
-def load_scaler(scaler: torch.amp.GradScaler, state: EngineState) -> None:
-    saved = state.numbers.get("scaler", {})
-    if saved != {} and scaler.is_enabled():  # a run may resume in another precision
-        check_scaler(scaler.state_dict(), saved)
-        scaler.load_state_dict(saved)
 
 
 def first_nonfinite_output(module: nn.Sequential, run: Callable[[], object]) -> NonfiniteOutput | None:

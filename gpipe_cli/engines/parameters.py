@@ -107,7 +107,9 @@ class EngineParameters:
         self._states: dict[int, OptimizerState] = {}
         if make is not None:
             self._make_optimizers(make)
-        self._averages = any(group.optimizer and _is_averaging(group.optimizer) for group in self._groups)
+        self._averages = any(
+            group.optimizer and UPDATES in group.optimizer.param_groups[0] for group in self._groups
+        )
         self._uses_averages = False
 
     @property
@@ -208,10 +210,6 @@ def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
     for group in optimizer.param_groups:
         group[UPDATES] = 0
     optimizer.register_step_post_hook(partial(_update_averages, decay))
-
-
-def _is_averaging(optimizer: torch.optim.Optimizer) -> bool:
-    return UPDATES in optimizer.param_groups[0]
 
 
 @torch.no_grad()

@@ -195,7 +195,7 @@ class ActionLoop:
 
     def _uses_layers(self, visit: PartitionVisit) -> bool:
         """Whether the partition must be on its device: the backward of a frozen start has nothing to run."""
-        if self._partitions[visit.partition].is_trained:
+        if self._partitions[visit.partition].state.parameters.any_trained:
             return True
         saved = (self._state.saved.get((visit.partition, action.micro_batch)) for action in visit.actions)
         return any(

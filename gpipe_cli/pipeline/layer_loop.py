@@ -162,9 +162,6 @@ class LayerLoop:
         """Name the layer that raised `error`."""
         if phase == "backward" and saved is not None:
             return layer_that_failed(self._layers, saved.roots, saved.node_numbers, error)
-        return self._running_layer()
-
-    def _running_layer(self) -> str:
         source = self._random.source
         if isinstance(source, Layer):
             return f"layer {source!r}"

@@ -16,7 +16,6 @@ from torch import Tensor
 from gpipe_cli.pipeline.context import CallerState, MicroBatch
 from gpipe_cli.pipeline.layer import draw_key
 from gpipe_cli.pytree import SINGLE, Template, element, flatten, flatten_with, map_tensors, paths
-from gpipe_cli.schedule.action import Checkpoint, checkpointed_counts
 
 Value: TypeAlias = Any
 """A value that passes from layer to layer: see `pytree`."""
@@ -150,12 +149,6 @@ class MiniBatch:
             whole=batch.whole,
             state=CallerState.capture(),
         )
-
-    def checkpointed_counts(self, checkpoint: Checkpoint, partitions: int, training: bool) -> tuple[int, ...]:
-        """By partition, the first micro-batch that is not checkpointed; in evaluation none is."""
-        if not (training and self.state.grad):
-            return (0,) * partitions
-        return checkpointed_counts(checkpoint, partitions, len(self.micro_batches))
 
 
 def gather(parts: Sequence[tuple[Sequence[Tensor], Template]]) -> tuple[tuple[Tensor, ...], Template]:

@@ -194,10 +194,6 @@ class Partition:
             ):
                 split.run_weight_half(keep_graph=keep_graph)
 
-    @property
-    def is_trained(self) -> bool:
-        return self.state.parameters.any_trained
-
     def watch_backward(self, watch: BackwardWatch) -> None:
         """Run every later backward in a context that `watch` makes."""
         self._loop.backward_watch = watch

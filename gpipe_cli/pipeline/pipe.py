@@ -26,7 +26,7 @@ from gpipe_cli.pipeline.microbatch import MiniBatch, Value, gather, tensors_of
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pytree import flatten, unflatten
-from gpipe_cli.schedule.action import Checkpoint
+from gpipe_cli.schedule.action import Checkpoint, checkpointed_counts
 from gpipe_cli.sequential.sequence import layer_paths, original_output
 from gpipe_cli.skip.skippable import verify_skippables
 from gpipe_cli.torch_internals.dispatch_modes import active_transform
@@ -200,8 +200,10 @@ class Pipe(nn.Module):
         self._runner.step(batch, loss, self._checkpointed_counts(batch))
 
     def _checkpointed_counts(self, batch: MiniBatch) -> tuple[int, ...]:
+        """By partition, the first micro-batch that is not checkpointed; in evaluation none is."""
+        mode = self.checkpoint if self.training and batch.state.grad else "never"
         # A pipe without layers has no partition, but its executor runs one.
-        return batch.checkpointed_counts(self.checkpoint, len(self.partitions) or 1, self.training)
+        return checkpointed_counts(mode, len(self.partitions) or 1, len(batch.micro_batches))
 
     @property
     def partition_devices(self) -> dict[int, torch.device]:

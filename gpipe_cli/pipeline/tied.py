@@ -195,12 +195,8 @@ class TiedParameters:
 
     def take_sum(self, untied: Sequence[Untied], parameter: nn.Parameter) -> Tensor | None:
         """The gradient of all uses of a shared parameter, in the order of the layers."""
-        return sum_on(parameter.device, [layer.take_gradient(parameter) for layer in untied])
-
-
-def sum_on(device: torch.device, gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The sum of gradients from any devices, on `device`; None if there are none."""
-    return sum_present(start_copy(tuple(gradients), device).receive())
+        gradients = tuple([layer.take_gradient(parameter) for layer in untied])
+        return sum_present(start_copy(gradients, parameter.device).receive())
 
 
 def sum_present(gradients: Sequence[Tensor | None]) -> Tensor | None:

@@ -363,20 +363,16 @@ class MeasurementStore:
 
 def _checked(document: Any, key: Key, rows: int, columns: int) -> Measurement:
     """Raise ValueError for anything that a store would not have written."""
-    if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("key") != key:
-        raise ValueError("it has another format or belongs to another model")
-    seconds, measured, numbers = (document.get(name) for name in ("seconds", "measured", "numbers"))
-    if not _is_time(seconds) or not isinstance(measured, str) or len(measured) > 40:
-        raise ValueError("it does not say when and for how long it was measured")
-    load = document.get("load")
-    if load is not None and not _is_time(load):
-        raise ValueError("it does not say how busy the machine was")
-    if not isinstance(numbers, list) or len(numbers) != rows:
-        raise ValueError(f"it does not have {rows} rows")
-    for row in numbers:
-        if not isinstance(row, list) or len(row) != columns or not all(map(_is_time, row)):
-            raise ValueError(f"{str(row)[:40]} are not times")
-    return Measurement([list(map(float, row)) for row in numbers], measured, load)
+    match document:
+        case {"seconds": seconds, "measured": str(measured), "load": load, "numbers": list(numbers)} if (
+            (document.get("format"), document.get("key")) == (FORMAT, key)
+            and all(map(_is_time, (seconds, 0 if load is None else load)))
+            and len(measured) <= 40
+            and [len(row) if isinstance(row, list) else None for row in numbers] == [columns] * rows
+            and all(_is_time(number) for row in numbers for number in row)
+        ):
+            return Measurement([list(map(float, row)) for row in numbers], measured, load)
+    raise ValueError("it has another format, belongs to another model, or has something else than times")
 
 
 def _is_time(value: Any) -> bool:

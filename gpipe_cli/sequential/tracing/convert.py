@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import ModelInput, flatten, unflatten
@@ -238,13 +238,11 @@ def _copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[An
 def _equal(left: Any, right: Any) -> bool:
     (left_tensors, _), (right_tensors, _) = flatten(left, "output"), flatten(right, "output")
     return len(left_tensors) == len(right_tensors) and all(
-        one.shape == other.shape and one.dtype == other.dtype and _same_values(one, other)
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and (torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
         for one, other in zip(left_tensors, right_tensors, strict=True)
     )
-
-
-def _same_values(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @contextmanager
