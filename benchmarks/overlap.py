@@ -71,7 +71,6 @@ def build(options: argparse.Namespace) -> Engine:
             eval_chunks=options.chunks,
             schedule=options.schedule,
             checkpoint="never",
-            data_parallel=REPLICAS,
         )
     )
 

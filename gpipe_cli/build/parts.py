@@ -384,7 +384,6 @@ def engine_spec(settings: ModelConfig, parts: RunParts, objective: TrainingObjec
         checkpoint=checkpoint_mode(settings, len(partitioning.balance)),
         deferred_batch_norm=settings.deferred_batch_norm,
         step_timeout=settings.step_timeout,
-        data_parallel=settings.data_parallel,
         shards_optimizer=settings.shard == "optimizer",
         log_layers=settings.log.layers,
         scratch=scratch_folder(settings),

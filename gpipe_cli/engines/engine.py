@@ -133,7 +133,7 @@ class PipelineEngine:
         self._wait_before_update()
         try:
             with self._reports_out_of_memory("updating the parameters", self._memory_hint):
-                update = self._update.apply(facts.loss, norms)
+                facts = self._update.apply(facts, norms)
         except NumericError as error:
             # All ranks are here, since loss and norms are equal in all of them: the collectives below find their
             # partners.
@@ -143,7 +143,6 @@ class PipelineEngine:
         if measure:
             # The update is only queued, and the training loop takes the time when this call returns.
             synchronize(self._devices)
-        facts = replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, lost_updates=update.lost)
         if meter is None:
             return facts
         return replace(facts, utilization=meter.utilization, timeline=meter.timeline)

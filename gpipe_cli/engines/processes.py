@@ -10,7 +10,6 @@ from dataclasses import replace
 from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.distributed.rank_pipe import rank_of_layer, rank_pipe
 from gpipe_cli.distributed.replicas import ParameterShards
-from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.engines.collectives import Collectives
 from gpipe_cli.engines.engine import PipelineEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
@@ -22,13 +21,8 @@ TRAITS = EngineTraits(needs_processes=True)
 
 def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
     """Call it in every process with the same spec; `max_restarts` and `spec.step_timeout` are for the launcher."""
-    check_placement(spec.schedule, len(spec.balance), len(spec.devices))
     workers = traits(spec.schedule).placement(len(spec.balance), len(spec.devices))
     coords = RankCoords.of_groups(workers, spec.devices)
-    if coords.replicas != spec.data_parallel:
-        raise ConfigError(
-            f"data_parallel={spec.data_parallel}: the processes form {coords.replicas} replicas"
-        )
     pipe = rank_pipe(
         spec.module,
         spec.balance,

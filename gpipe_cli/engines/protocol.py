@@ -106,7 +106,6 @@ class EngineSpec:
     checkpoint: Checkpoint = "except_last"
     deferred_batch_norm: bool = False
     step_timeout: float | None = None
-    data_parallel: int = 1
     shards_optimizer: bool = False
     """Whether each replica keeps the state of the optimizer for its share of the parameters only."""
     log_layers: bool = False

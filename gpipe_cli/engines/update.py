@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import chain
 from typing import Final, final
 
@@ -28,6 +28,7 @@ from gpipe_cli.engines.half_precision import (
     is_half,
 )
 from gpipe_cli.engines.parameters import EngineParameters, Group
+from gpipe_cli.engines.protocol import BatchResult
 from gpipe_cli.errors import NumericError
 from gpipe_cli.offload.slices import Part, Slice
 from gpipe_cli.torch_internals.gradients import foreach_norm, unscale
@@ -36,15 +37,6 @@ NO_GRADIENT: Final = -1.0
 """Takes the place of a norm, which is never negative."""
 MAX_CONSECUTIVE_SKIPS = 20
 """The scale halves each time: from torch's first scale, 65,536, to 1/16, where the scale is not what overflows."""
-
-
-@final
-@dataclass(frozen=True)
-class UpdateResult:
-    grad_norm: float | None = None
-    skipped: bool = False
-    lost: float | None = None
-    """See BatchResult.lost_updates."""
 
 
 @final
@@ -130,11 +122,14 @@ class Update:
         recorded = [self._norms.get(parameter, NO_GRADIENT) for parameter in self._parameters.trained]
         return torch.tensor(recorded, dtype=torch.float64)
 
-    def apply(self, loss: float, norms: Tensor) -> UpdateResult:
-        """Update what is not updated yet, or skip it if scaled gradients overflowed; norms: of all processes."""
+    def apply(self, facts: BatchResult, norms: Tensor) -> BatchResult:
+        """Update what is not updated yet, or skip it if scaled gradients overflowed; add what came of it to the facts.
+
+        norms: of all processes.
+        """
         try:
             # Before the gradients, which are not finite either then: the loss is the more telling message.
-            require_finite_loss(loss)
+            require_finite_loss(facts.loss)
             # Also without clipping: the norm is the check for finite gradients.
             norm = global_norm(norms)
             finite = is_finite(norm, self.scaler)
@@ -145,7 +140,12 @@ class Update:
             self._update_remaining(
                 clip_factor(norm, self._clip) if finite and self._clip is not None else None
             )
-        return self._finish(norm if finite else None)
+        self._finish()
+        share = None if self._lost_updates is None else self._lost_updates.share
+        if share is not None:
+            self._lost_updates = None  # it is counted in one step
+        grad_norm = norm if finite else None
+        return replace(facts, grad_norm=grad_norm, skipped=self._overflowed, lost_updates=share)
 
     def _update_remaining(self, factor: float | None) -> None:
         parts = (Part.WEIGHTS, Part.STATE, Part.GRADIENTS)
@@ -155,7 +155,7 @@ class Update:
                 _scale(group.trained, factor)
             self._step(group)
 
-    def _finish(self, grad_norm: float | None) -> UpdateResult:
+    def _finish(self) -> None:
         """Adapt the loss scale after an update that was made or skipped; raise if too many in a row were skipped."""
         self.scaler.update()
         self._consecutive_skips = self._consecutive_skips + 1 if self._overflowed else 0
@@ -164,9 +164,6 @@ class Update:
                 f"the gradients overflowed in {MAX_CONSECUTIVE_SKIPS} steps in a row, down to a loss scale of "
                 f"{self.scaler.get_scale():g}; try a smaller optimizer.lr, precision=bf16 or precision=fp32"
             )
-        if (lost := None if self._lost_updates is None else self._lost_updates.share) is not None:
-            self._lost_updates = None  # it is counted in one step
-        return UpdateResult(grad_norm, self._overflowed, lost)
 
     def _record_norms(self, group: Group) -> None:
         """Undo the loss scale and record the norms."""

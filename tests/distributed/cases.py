@@ -118,7 +118,6 @@ class Case:
             checkpoint=self.checkpoint,
             schedule=schedule_called(self.schedule, ranks, self.chunks),
             deferred_batch_norm=self.deferred,
-            data_parallel=self.replicas,
             shards_optimizer=self.sharded,
         )
         return processes.build(spec)

@@ -189,7 +189,6 @@ def _engine(scenario: Scenario, folder: Path) -> None:
         eval_chunks=scenario.chunks,
         schedule=schedule_called(scenario.schedule, scenario.ranks // scenario.replicas, scenario.chunks),
         checkpoint="never",
-        data_parallel=scenario.replicas,
         shards_optimizer=scenario.sharded,
     )
     engine = processes.build(spec)

@@ -153,7 +153,6 @@ def fail_in_one_replica(rank: int, ranks: int, folder: Path) -> None:
         [torch.device("cpu")],
         chunks=2,
         eval_chunks=2,
-        data_parallel=ranks,
     )
     try:
         processes.build(spec).train_step((torch.randn(4, 3), torch.randint(3, (4,))), key=0, lr=0.1)

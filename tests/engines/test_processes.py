@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gpipe_cli.distributed import gradient_buckets
 from gpipe_cli.engines.collectives import Collectives
 from gpipe_cli.engines.parameters import EngineParameters
+from gpipe_cli.engines.protocol import BatchResult
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.update import Update
 from gpipe_cli.pipeline.gpipe import plain_pipe
@@ -295,7 +296,7 @@ def replicas_alone(case: Case) -> EngineState:
         for first, second in zip(parameters, pipes[1].parameters(), strict=True):
             assert first.grad is not None and second.grad is not None
             first.grad += second.grad
-        update.apply(0.0, update.norms())
+        update.apply(BatchResult(0.0, 1, {}, 1.0), update.norms())
         for first, second in zip(pipes[0].buffers(), pipes[1].buffers(), strict=True):
             if first.is_floating_point():
                 first.copy_((first + second) / 2)

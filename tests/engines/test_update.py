@@ -11,7 +11,8 @@ from torch import nn
 
 from gpipe_cli.engines.collectives import Collectives
 from gpipe_cli.engines.parameters import EngineParameters
-from gpipe_cli.engines.update import Update, UpdateResult, global_norm, norms_of
+from gpipe_cli.engines.protocol import BatchResult
+from gpipe_cli.engines.update import Update, global_norm, norms_of
 from gpipe_cli.errors import NumericError
 
 CPU = torch.device("cpu")
@@ -30,12 +31,12 @@ def update(of: list[nn.Parameter], *, clip: float | None = None, fp16: bool = Fa
     return Update(model, clip_grad_norm=clip, scale_loss=fp16, device=CPU, collectives=ALONE)
 
 
-def apply(updating: Update, *, loss: float, lr: float) -> UpdateResult:
+def apply(updating: Update, *, loss: float, lr: float) -> BatchResult:
     gradients = [parameter.grad for parameter in updating._parameters.trained]
     updating.begin(lr, 0)
     for parameter, gradient in zip(updating._parameters.trained, gradients, strict=True):
         parameter.grad = gradient
-    return updating.apply(loss, updating.norms())
+    return updating.apply(BatchResult(loss, 1, {}, 1.0), updating.norms())
 
 
 def test_the_rate_of_the_step_is_the_one_given() -> None:
