@@ -21,6 +21,8 @@ IGNORED_LABEL = -100
 """Marks a label that losses and metrics leave out, such as that of a token of padding; torch uses the same number."""
 POSITIONS = "position_ids"
 """The argument of a model with the place of each token in its document, where several documents share a sample."""
+AUXILIARY_LOSS = "auxiliary_loss"
+"""The output of a model with what its loss has beside that of the scores, for each sample."""
 FACTORS = "factors"
 """The attribute of an output that the loss has yet to multiply: the tensors that it multiplies it with."""
 LOWER_IS_BETTER = ("loss", "error", "bits_per_token", "perplexity")

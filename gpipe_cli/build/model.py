@@ -51,7 +51,7 @@ from gpipe_cli.torch_internals.deferred_values import (
     tensors_in_attributes,
     without_values,
 )
-from gpipe_cli.values import POSITIONS
+from gpipe_cli.values import AUXILIARY_LOSS, POSITIONS
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
 UNUSED = "allow_unused"
@@ -287,6 +287,11 @@ def check_own_keys(keys: Mapping[str, Any]) -> None:
 def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Value) -> nn.Sequential:
     """The model as a sequence; a model that is one stays as it is if no key asks for other layers."""
     if "layers" in keys:
+        if (weight := getattr(model, AUXILIARY_LOSS, None)) is not None:
+            raise ConfigError(
+                f"model.layers={keys['layers']}: leaves out the auxiliary loss of the experts, model.router_loss="
+                f"{weight}; remove model.layers, or give model.router_loss=0"
+            )
         layers = [_layer(item, f"model.layers[{index}]") for index, item in enumerate(keys["layers"])]
         sequence = flatten_model(model, layers, allow_unused=keys.get(UNUSED, False))
         check_fit(sequence, sample, "model.layers must name everything that its forward does, in order")

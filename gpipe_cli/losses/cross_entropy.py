@@ -26,7 +26,7 @@ from gpipe_cli.losses.measures import (
     segmentation_accuracy,
     token_accuracy,
 )
-from gpipe_cli.values import check_fraction
+from gpipe_cli.values import AUXILIARY_LOSS, check_fraction
 
 
 @final
@@ -63,7 +63,10 @@ class CrossEntropy:
 @final
 @dataclass(frozen=True)
 class TokenCrossEntropy:
-    """Scores are [samples, tokens, vocabulary], as language models return them."""
+    """Scores are [samples, tokens, vocabulary], as language models return them.
+
+    The auxiliary loss of each sample that a model returns beside its scores is added.
+    """
 
     predicts_numbers: ClassVar = False
     label_smoothing: float = 0.0
@@ -75,6 +78,9 @@ class TokenCrossEntropy:
         check_block(self.block)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
+        if isinstance(output, Mapping) and AUXILIARY_LOSS in output:
+            auxiliary: Tensor = output[AUXILIARY_LOSS]
+            return self(output["logits"], target) + auxiliary.mean()
         output = scores_of(output)
         fits = isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == target.shape
         expected = "scores [samples, tokens, vocabulary] and a token for each position [samples, tokens]"

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -39,3 +40,37 @@ def fake_twin(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, tensor.requires_grad)
     return twin.requires_grad_(tensor.requires_grad)
+
+
+@torch.library.register_fake("aten::_grouped_mm")
+def _grouped_mm_without_values(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The experts of a layer at once. torch's own function for this takes bfloat16 only, and its kernels do not."""
+    output: Tensor = _create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)
+    return output
+
+
+def bincount(input: Tensor, minlength: int) -> Tensor:
+    """torch.bincount for values below `minlength`, so that its size does not depend on values."""
+    counts: Tensor = _bincount(input, minlength)
+    return counts
+
+
+@torch.library.custom_op("gpipe::bincount", mutates_args=())
+def _bincount(input: Tensor, minlength: int) -> Tensor:
+    counts = torch.bincount(input, minlength=minlength)
+    if len(counts) != minlength:
+        raise RuntimeError(
+            f"bincount with minlength={minlength} got the value {len(counts) - 1}; give a larger one"
+        )
+    return counts
+
+
+@_bincount.register_fake
+def _bincount_without_values(input: Tensor, minlength: int) -> Tensor:
+    return input.new_empty(minlength, dtype=torch.int64)

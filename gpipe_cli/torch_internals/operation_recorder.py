@@ -71,7 +71,11 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._formulas: dict[Any, Callable[..., int]] = FlopCounterMode(
             display=False,
-            custom_mapping={**ATTENTION_ON_CPU, torch.ops.aten.convolution_backward: _convolution_backward},
+            custom_mapping={
+                **ATTENTION_ON_CPU,
+                torch.ops.aten.convolution_backward: _convolution_backward,
+                torch.ops.aten._grouped_mm: _grouped_mm,
+            },
         ).flop_registry
         self._kernels: list[_Kernel] = []
         self._alive: list[_Kernel] = []
@@ -197,6 +201,12 @@ def _convolution_backward(
     """As much as the forward for each of the gradients of input and weight; torch's formula forgets the groups."""
     places = (input if transposed else gradient)[2:]
     return 2 * gradient[0] * prod(places) * prod(weight) * sum(wanted[:2])
+
+
+def _grouped_mm(left: Shape, right: Shape, *rest: object, **options: object) -> int:
+    """Each row of a group with the matrix of the group; torch counts none of it."""
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:

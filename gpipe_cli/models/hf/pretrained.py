@@ -6,24 +6,28 @@ The architecture is that of config.json. The modules are transformers' own, so o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.huggingface import load_config, read_json, transformers
+from gpipe_cli.huggingface import CONFIG, load_config, read_json, transformers
 from gpipe_cli.models.hf.deferred_loading import Loading, is_in_head, stored_tensors
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
 from gpipe_cli.models.hf.nf4 import NF4, quantize_frozen
 from gpipe_cli.models.weights import shape_text
 from gpipe_cli.sequential.deferred import DeferredParameter
-from gpipe_cli.values import FilePath, check_whole_number
+from gpipe_cli.values import AUXILIARY_LOSS, FilePath, check_whole_number
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INITS = ("weights", "random")
+ROUTER_OUTPUTS = "output_router_logits"
+"""The key of config.json with which transformers adds the auxiliary loss of the experts."""
 TASKS = {
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
     "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING",
@@ -45,6 +49,7 @@ def build(
     new_head: bool = False,
     lora: Mapping[str, Any] | None = None,
     quantize: str | None = None,
+    router_loss: float | None = None,
     input_shape: tuple[int, ...] = (32,),
     tokenizer: Any = None,
     say: Callable[[str], None] = lambda line: None,
@@ -54,6 +59,7 @@ def build(
     init: `weights` for those of the directory; `random` to draw all parameters from torch's default generator.
     lora: the keys of `LoraSettings`, to train adapters, the head of a classifier and what the files lack, and no more.
     quantize: `nf4` for a base of four bits per weight, beside which adapters are trained.
+    router_loss: the weight of the auxiliary loss of a mixture of experts; None: as the directory has it.
     num_classes: of a classifier; for language models the number of tokens in the data, which the model must know.
     tokenizer: that of the data, if the data is text.
     say: prints what the user should know about the files.
@@ -92,6 +98,7 @@ def build(
         add_adapters(model, adapters, _trained_whole(model, task, init), say)
     if quantize is not None:
         quantize_frozen(model, say)
+    _add_router_loss(model, task, router_loss, path, say)
     return model
 
 
@@ -156,6 +163,56 @@ def _turn_off_checkpoints(config: Any, path: str, say: Callable[[str], None]) ->
         part.gradient_checkpointing = False
     if asking:
         say(f"model.path={path}: checkpoint= replaces gradient_checkpointing of config.json")
+
+
+def _add_router_loss(
+    model: Any, task: str, weight: float | None, path: str, say: Callable[[str], None]
+) -> None:
+    """Let a model with experts return its auxiliary loss beside the scores, if it is to count.
+
+    transformers adds it to the loss that it computes itself, which gpipe does not use.
+    """
+    if weight is not None and not (weight >= 0 and math.isfinite(weight)):
+        raise ConfigError(f"model.router_loss={weight}: must be a finite number of at least 0")
+    in_config = bool(getattr(model.config, ROUTER_OUTPUTS, False))
+    weights = (getattr(model, name, None) for name in ("router_aux_loss_coef", "aux_loss_coef"))
+    own = next((each for each in weights if each is not None), None) if task == "causal_lm" else None
+    if own is None and (weight or (in_config and weight is None)):
+        reason = f"model.path={path}: {CONFIG} has {ROUTER_OUTPUTS}=true, but" if weight is None else ""
+        raise ConfigError(
+            f"{reason or f'model.router_loss={weight}:'} gpipe adds no auxiliary loss of experts for a "
+            f"{type(model).__name__}; give model.router_loss=0 to train without it"
+        )
+    if weight is None and own and not in_config:
+        say(
+            f"model.router_loss=null: the auxiliary loss of the experts does not count, because {CONFIG} has "
+            f"{ROUTER_OUTPUTS}=false; model.router_loss={own} counts it with the weight in {CONFIG}"
+        )
+    weight = (own if in_config else 0) if weight is None else weight
+    for part in _parts(model.config):
+        if hasattr(part, ROUTER_OUTPUTS):
+            setattr(part, ROUTER_OUTPUTS, bool(weight))
+    if weight:
+        model.__class__ = _with_router_loss(type(model), float(weight))
+
+
+def _with_router_loss(kind: type[Any], weight: float) -> type[Any]:
+    """A model's class, whose forward returns the auxiliary loss times `weight` beside the scores."""
+
+    @wraps(kind.forward)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        output = kind.forward(model, *args, **kwargs)
+        loss = getattr(output, "aux_loss", None)
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"model.router_loss={weight}: {kind.__name__} computes no auxiliary loss; give model.router_loss=0"
+            )
+        # A number per sample, because micro-batches are put together by their samples.
+        return {"logits": output.logits, AUXILIARY_LOSS: (weight * loss).expand(len(output.logits))}
+
+    return type(
+        kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward, AUXILIARY_LOSS: weight}
+    )
 
 
 def _parts(config: Any) -> list[Any]:

@@ -49,6 +49,7 @@ from gpipe_cli.sequential.tracing.substitutes import (
     with_values,
     without_values,
 )
+from gpipe_cli.torch_internals.fake_tensors import bincount
 from gpipe_cli.torch_internals.keyed_random import generator_states
 from gpipe_cli.torch_internals.modules import intercept_calls, without_function_modes
 from gpipe_cli.torch_internals.tensors import storage_of, version_of
@@ -262,6 +263,7 @@ class _CallRecorder(TorchFunctionMode):
             self._note_dtype(args[0])
         if attribute == "requires_grad":
             return self._requires_grad(args[0])
+        func, named = _of_known_size(func, args, named)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
         before = _Versions((args, named))
@@ -533,6 +535,14 @@ def _attribute_of(func: Callable[..., Any]) -> str | None:
 
 def _reads_values(func: Callable[..., Any], output: Any) -> bool:
     return isinstance(output, bool | int | float | complex | list) and func.__name__ not in _READS_NO_VALUES
+
+
+def _of_known_size(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """A count of values with `minlength` as a function that checks that they are below it; others as they are."""
+    counts = func in (torch.bincount, torch.Tensor.bincount) and len(args) == 1
+    return (bincount, kwargs) if counts and [*kwargs] == ["minlength"] else (func, kwargs)
 
 
 def _is_mask(index: Any) -> bool:

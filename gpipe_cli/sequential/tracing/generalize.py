@@ -55,14 +55,15 @@ class SizeExpression:
     """A sum of products of sizes, such as 4 * batch * length + 1."""
 
     terms: Terms
+    kind: type[int] | type[float] = int
 
-    def at(self, sizes: Mapping[Size, int]) -> int:
+    def at(self, sizes: Mapping[Size, int]) -> int | float:
         total = 0
         for factors, coefficient in self.terms:
             for size in factors:
                 coefficient *= sizes[size]
             total += coefficient
-        return total
+        return self.kind(total)
 
 
 @final
@@ -250,6 +251,10 @@ class _Merger:
             return DtypeOf(values[0].source)
         if all(isinstance(leaf, int) and not isinstance(leaf, bool) for leaf in values):
             return self._fit(leaves)
+        if all(
+            isinstance(leaf, float) and leaf.is_integer() for leaf in values
+        ):  # such as a number of tokens
+            return replace(self._fit({index: int(leaf) for index, leaf in leaves.items()}), kind=float)
         other = next(leaf for leaf in values if not _same(values[0], leaf))
         raise ValueError(f"an argument that it passes was {values[0]!r} in one call and {other!r} in another")
 
@@ -427,7 +432,8 @@ class _Computed:
             tensor = self._attribute(source) if isinstance(source, str) else self._tensors[source]
             return self._function(getattr, (tensor, "dtype"), torch.dtype)
         if isinstance(leaf, SizeExpression):
-            return self._size(leaf)
+            size = self._size(leaf)
+            return size if leaf.kind is int else self._function(float, (size,), float)
         if isinstance(leaf, ByMode):
             return self._by_mode(leaf)
         if type(leaf) in _WRITTEN:

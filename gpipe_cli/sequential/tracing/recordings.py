@@ -9,6 +9,7 @@ A module that does not agree with this stays whole, if enough of the model is le
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -293,9 +294,9 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _tables(module: nn.Module) -> Iterator[Any]:
-    """A module's attributes, and the dicts, lists and sets among them."""
+    """A module's attributes, and the dicts, lists and sets among them, such as that of its hooks."""
     yield vars(module)
-    yield from (value for value in vars(module).values() if type(value) in (dict, list, set))
+    yield from (value for value in vars(module).values() if type(value) in (dict, OrderedDict, list, set))
 
 
 @contextmanager
