@@ -42,7 +42,7 @@ def fake_twin(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
     return twin.requires_grad_(tensor.requires_grad)
 
 
-@torch.library.register_fake("aten::_grouped_mm")
+@torch.library.register_fake("aten::_grouped_mm")  # type: ignore[untyped-decorator]
 def _grouped_mm_without_values(
     mat_a: Tensor,
     mat_b: Tensor,
@@ -51,7 +51,7 @@ def _grouped_mm_without_values(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The experts of a layer at once. torch's own function for this takes bfloat16 only, and its kernels do not."""
-    output: Tensor = _create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)
+    output: Tensor = _create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)  # type: ignore[no-untyped-call]
     return output
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.huggingface import CONFIG, load_config, read_json, transformers
 from gpipe_cli.models.hf.deferred_loading import Loading, is_in_head, stored_tensors
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
@@ -25,6 +25,11 @@ from gpipe_cli.sequential.deferred import DeferredParameter
 from gpipe_cli.values import AUXILIARY_LOSS, FilePath, check_whole_number
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTIONS = ("sdpa", "eager")
+OTHER_ATTENTIONS = {
+    "flex_attention": "hands a BlockMask from module to module, and a pipe carries tensors only",
+    "flash_attention_2": "runs on accelerators only, and gpipe traces models without; sdpa has torch's flash kernels",
+}
 INITS = ("weights", "random")
 ROUTER_OUTPUTS = "output_router_logits"
 """The key of config.json with which transformers adds the auxiliary loss of the experts."""
@@ -50,6 +55,7 @@ def build(
     lora: Mapping[str, Any] | None = None,
     quantize: str | None = None,
     router_loss: float | None = None,
+    attention: str | None = None,
     input_shape: tuple[int, ...] = (32,),
     tokenizer: Any = None,
     say: Callable[[str], None] = lambda line: None,
@@ -60,6 +66,7 @@ def build(
     lora: the keys of `LoraSettings`, to train adapters, the head of a classifier and what the files lack, and no more.
     quantize: `nf4` for a base of four bits per weight, beside which adapters are trained.
     router_loss: the weight of the auxiliary loss of a mixture of experts; None: as the directory has it.
+    attention: `sdpa` or `eager`; None: as transformers chooses.
     num_classes: of a classifier; for language models the number of tokens in the data, which the model must know.
     tokenizer: that of the data, if the data is text.
     say: prints what the user should know about the files.
@@ -70,10 +77,8 @@ def build(
     config = load_config(directory)
     _check_unquantized(config, path)
     task, chosen = model_class(config, task, path)
-    if new_head and (task not in CLASSIFICATION or init == "random"):
-        raise ConfigError(
-            f"model.new_head=true: is for weights of a classifier, and this is task={task} init={init}"
-        )
+    _check_new_head(new_head, task, init)
+    _choose_attention(config, chosen, attention)
     _turn_off_caches(config)
     _turn_off_checkpoints(config, path, say)
     check_input_shape(task, path, input_shape)
@@ -120,6 +125,13 @@ def _check_choices(init: str, dtype: str | None, quantize: str | None, adapters:
         )
 
 
+def _check_new_head(new_head: bool, task: str, init: str) -> None:
+    if new_head and (task not in CLASSIFICATION or init == "random"):
+        raise ConfigError(
+            f"model.new_head=true: is for weights of a classifier, and this is task={task} init={init}"
+        )
+
+
 def _check_unquantized(config: Any, path: str) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
@@ -148,6 +160,19 @@ def _trained_whole(model: nn.Module, task: str, init: str) -> list[str]:
         if (task in CLASSIFICATION and is_in_head(model, name))
         or (init == "weights" and not isinstance(parameter, DeferredParameter))
     ]
+
+
+def _choose_attention(config: Any, chosen: type[Any], attention: str | None) -> None:
+    if attention is None:
+        return
+    name = f"model.attention={attention}"
+    if attention in OTHER_ATTENTIONS:
+        raise ConfigError(f"{name}: {OTHER_ATTENTIONS[attention]}; give model.attention=sdpa")
+    if attention not in ATTENTIONS:
+        raise ConfigError(f"{name}: {or_list(attention, ATTENTIONS)}")
+    if attention == "sdpa" and not chosen._supports_sdpa:
+        raise ConfigError(f"{name}: a {chosen.__name__} computes its own; give model.attention=eager")
+    config._attn_implementation = attention
 
 
 def _turn_off_caches(config: Any) -> None:

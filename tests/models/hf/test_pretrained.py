@@ -83,6 +83,7 @@ def test_a_loaded_model_is_that_of_from_pretrained(tmp_path: Path, case: str) ->
         str(path),
         input_shape=(3, 32, 32) if auto == IMAGES else (16,),
         num_classes=expected.config.num_labels if auto in (IMAGES, CLASSIFIER) else 64,
+        router_loss=0,
         say=lines.append,
     )
     assert all(isinstance(parameter, DeferredParameter) for parameter in model.parameters())
@@ -184,3 +185,27 @@ def test_a_classifier_without_a_pad_token_is_refused_with_what_to_set(tmp_path: 
     )
     with pytest.raises(ConfigError, match=message):
         to_sequential(model, torch.ones(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "message"),
+    [
+        ("LlamaConfig", "spda", r"model\.attention=spda: did you mean 'sdpa'"),
+        ("LlamaConfig", "flex_attention", r"hands a BlockMask .* give model\.attention=sdpa"),
+        ("LlamaConfig", "flash_attention_2", r"runs on accelerators only, .* give model\.attention=sdpa"),
+        ("GptOssConfig", "sdpa", r"a GptOssForCausalLM computes its own; give model\.attention=eager"),
+    ],
+)
+def test_an_attention_that_cannot_run_is_refused_before_the_model_is_built(
+    tmp_path: Path, kind: str, attention: str, message: str
+) -> None:
+    tiny_config(kind).save_pretrained(tmp_path)  # without weights
+    with pytest.raises(ConfigError, match=message):
+        build(str(tmp_path), attention=attention, num_classes=64)
+
+
+def test_the_attention_that_the_key_names_is_used(tmp_path: Path) -> None:
+    tiny_config("LlamaConfig").save_pretrained(tmp_path)
+    for attention, used in ((None, "sdpa"), ("sdpa", "sdpa"), ("eager", "eager")):
+        model: Any = build(str(tmp_path), init="random", attention=attention, num_classes=64)
+        assert model.model.layers[0].self_attn.config._attn_implementation == used
