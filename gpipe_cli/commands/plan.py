@@ -26,7 +26,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.estimated import estimated_devices
 from gpipe_cli.plan.measured import verify_plans
 from gpipe_cli.plan.planner import Planned, Planner
-from gpipe_cli.plan.prediction import OFFLOAD, Prediction, advice, best_and_plain
+from gpipe_cli.plan.prediction import OFFLOAD, Prediction, advice, best_and_plain, by_recommendation
 from gpipe_cli.plan.step_time import MAX_SIMULATED_ACTIONS
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.model_tables import print_device_memory, print_plans
@@ -86,7 +86,7 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
     if settings.verify and plans[0].engine == OFFLOAD:
         print_status("verify=true: gpipe plan runs pipelines only, so engine=offload is not verified")
     elif settings.verify:
-        plans = verify_plans(
+        verified = verify_plans(
             plans,
             model,
             planner.batch,
@@ -95,10 +95,11 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
             cores=available_cores(),
             seconds=settings.plan.verify_budget,
         )
+        plans = by_recommendation(verified)
     summary = _summary(settings, plans, planned, job)
     if estimated is not None:
         summary["figures"] = dict(estimated.checked)
-    step = _step(plans[0], planned)
+    step = _step(plans[0], planned.cores)
     if page is not None:
         write_text(page, plan_page(summary, step))
     shown = {**summary, "candidates": [plan.record() for plan in best_and_plain(plans, settings.top)]}
@@ -107,14 +108,13 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
     return {**shown, **({} if page is None else {"page": str(page)})}
 
 
-def _step(best: Prediction, planned: Planned) -> StepTimeline | None:
+def _step(best: Prediction, cores: int | None) -> StepTimeline | None:
     """The best plan's, unless a picture of it would be unreadable."""
     if best.engine == OFFLOAD:
         return None
     if best.shape.actions > MAX_SIMULATED_ACTIONS or best.shape.partitions > MAX_PICTURE:
         return None
-    spec = best.shape.spec(planned.cores)
-    return StepTimeline.simulated(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))
+    return StepTimeline.simulated(best.shape.spec(cores).simulate(best.parts))
 
 
 def _train_command(settings: PlanConfig, best: Prediction, job: Job) -> str:
@@ -144,6 +144,7 @@ def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned
         "too_large": searched.too_large,
         "left_out": searched.left_out,
         "chunks_left_out": planned.skipped_chunks,
+        "coverage": None if planned.coverage is None else asdict(planned.coverage),
         "plain_bytes_too_large": planned.plain_bytes,
         **({"largest_error": max(errors)} if errors else {}),
         "train_command": command,
@@ -164,15 +165,17 @@ def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: St
     print_device_memory(summary["best"]["memory"])
     if step is not None:
         print_step_timeline(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
-    if planned.skipped_chunks:
+    if planned.coverage is not None and not planned.coverage.is_complete:
+        print_status(f"the time ran out: {planned.coverage}")
+    if planned.rejected_chunks:
         print_status(
-            f"not searched: chunks={planned.skipped_chunks}, because the time ran out (increase "
-            "plan.budget=<seconds>) or because such micro-batches are too small for the model or too large for "
-            "the devices"
+            f"not searched: chunks={planned.rejected_chunks}, whose micro-batches are too small for the model or too "
+            "large for the devices"
         )
     if planned.plain_bytes is not None:
         print_status(
-            f"without a pipeline, one device would need {format_bytes(planned.plain_bytes)}, which does not fit"
+            f"without a pipeline, one device would need at least {format_bytes(planned.plain_bytes)}, which does not "
+            "fit"
         )
     facts = {
         **{f"figures of {name}": checked for name, checked in summary.get("figures", {}).items()},

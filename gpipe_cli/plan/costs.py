@@ -86,6 +86,7 @@ class LayerCosts:
         frozen_layers: int = 0,
         update: UpdateCosts | None = None,
         host: Sequence[float] | None = None,
+        spread: float = 0.0,
     ) -> None:
         """One number per layer each. `recompute` defaults to another forward; `transfer` is that of the layer's output.
 
@@ -93,6 +94,7 @@ class LayerCosts:
         a forward saves less, and the caches hold other data. A partition within the first `frozen_layers` has no
         backward, so it recomputes nothing. `update` follows the last backward of a step.
         `host` is how long the process that drives all devices takes to launch the forward of each layer.
+        `spread` is the share by which measurements of the same differ; nothing else is known of an estimate's error.
         """
         self.layers = len(forward)
         self._columns = (forward, backward, recompute or forward, *(checkpointed or (forward, backward)))
@@ -113,7 +115,7 @@ class LayerCosts:
         self._recompute = _up_to(forward if recompute is None else recompute)
         self._transfer = [0.0] * self.layers if transfer is None else list(transfer)
         self.split = split or BackwardSplit()
-        self.update = update
+        self.update, self.spread = update, spread
         self._host = None if host is None else _up_to(host)
 
     @classmethod
@@ -132,6 +134,7 @@ class LayerCosts:
             ),
             checkpointed=(checkpointed[0], checkpointed[1]),
             frozen_layers=devices[0].frozen_layers,
+            spread=max(device.spread for device in devices),
         )
         costs._by_device = devices
         costs.equal_devices = all(device._columns == devices[0]._columns for device in devices)

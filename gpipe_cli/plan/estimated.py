@@ -10,6 +10,7 @@ for every device but for tensor cores that are known to sustain another share of
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, final
 
 from torch import nn
 
+from gpipe_cli.activity import activity
 from gpipe_cli.build.step import autocast_of, with_gradient
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.errors import ConfigError
@@ -26,7 +28,6 @@ from gpipe_cli.plan.measured import MicroBatchSize
 from gpipe_cli.plan.plan_memory import PlanMemory
 from gpipe_cli.profiling.model_stats import LayerOperations, ModelStats, model_stats
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.report.output import print_status
 from gpipe_cli.torch_internals.operation_recorder import KernelCost
 
 HOST_LINK = TransferCost(0.01, 12e9)
@@ -224,15 +225,22 @@ class EstimatedCosts:
         self._counted: tuple[int, ModelStats] | None = None
         self._costs_of_run = cache(self._estimate)
         self.origin = f"an estimate for {devices.name}, not measured"
+        self.complete: list[int] = []
+        self.rejected: list[int] = []
+        self.seconds_for_all = 0.0
 
     def prepare(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
         """Count operations once, for the smallest micro-batch that the model accepts: they grow with its rows."""
         all_rows = sorted({size.rows for size in sizes})
-        print_status("counting the operations of each distinct layer")
+        began = time.monotonic()
+        activity.now("counting the operations of each distinct layer")
         with autocast_of(self._settings):
             self._counted = smallest, stats = self._count(all_rows)
         self._memory.add_stats(smallest, stats)
-        return [rows for rows in all_rows if rows >= smallest]
+        self.rejected = [rows for rows in all_rows if rows < smallest]
+        self.seconds_for_all = time.monotonic() - began
+        self.complete = [rows for rows in all_rows if rows >= smallest]
+        return self.complete
 
     def costs(self, rows: int, devices: int) -> LayerCosts:
         """On the first devices of the pipeline."""

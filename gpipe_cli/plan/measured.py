@@ -44,7 +44,7 @@ from gpipe_cli.plan.costs import BackwardSplit, LayerCosts, TransferCost
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.profiling.equal_layers import LayerSample
 from gpipe_cli.profiling.model_stats import ModelStats
-from gpipe_cli.profiling.phase_times import PER_PARTITION, PhaseTimes
+from gpipe_cli.profiling.phase_times import PER_PARTITION, PhaseTimes, spread_of
 from gpipe_cli.profiling.profile_cache import ProfileCache
 from gpipe_cli.profiling.records import MEASURED, LayerTimes, Sample, frozen_layers, preserved
 from gpipe_cli.profiling.timeline import TimeIsUp
@@ -54,6 +54,10 @@ SECONDS_OF_PHASES = 0.6
 """For pipelines whose steps are so short that the least number of them takes less."""
 LAYER_RUNS, PHASE_RUNS = 7, 15
 """How often the layers run alone and in pipelines to be measured, if a run takes long."""
+LESS_EFFICIENT = 2.0
+"""How many times as long a sample may take in a small micro-batch as in a large one."""
+EQUALLY_GOOD = 0.03
+"""Steps whose measured times differ by at most this share: it varies as much from one measurement to the next."""
 BETWEEN_MACHINES = TransferCost(0.0, 12e9)
 """Not measured: the bandwidth of PCIe 3.0 x16, or of a network of 100 Gbit/s."""
 MEASURING_SHARE = 0.8
@@ -91,6 +95,15 @@ class MeasuredCosts:
     sample: LayerSample | None = None
     """Which layers of the model these are; None: all of them."""
 
+    @property
+    def is_complete(self) -> bool:
+        return self.phases.spread < inf and all(layer.source == MEASURED for layer in self.layers)
+
+    @property
+    def layers_ms(self) -> float:
+        """What the layers that were measured take one after the other."""
+        return sum(layer.forward_ms + layer.backward_ms for layer in self.layers)
+
     def costs(self, transfer: Sequence[float] | None) -> LayerCosts:
         """The phases of the pipeline, divided among the layers by what they take alone."""
         phases = self.phases
@@ -104,6 +117,7 @@ class MeasuredCosts:
             split=BackwardSplit(phases.input_grad, phases.weight_grad),
             checkpointed=(by_forward(phases.checkpointed_forward), by_backward(phases.checkpointed_backward)),
             frozen_layers=self.frozen_layers,
+            spread=max(EQUALLY_GOOD, phases.spread),
         )
 
     def _divided(self, total: float, shares: Sequence[float], measured_from: int = 0) -> list[float]:
@@ -152,13 +166,17 @@ class MeasuredSource:
         self.costs = cache(self._costs_at)
         """The costs on the first devices, for micro-batches of a size that was measured."""
         self.origin = ""
+        self.rejected: list[int] = []
+        self.complete: list[int] = []
+        """The rows of the sizes of which everything was measured."""
+        self.seconds_for_all = 0.0
 
     def prepare(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
         """Measure in this order; the rows of the sizes that there was time for, at least the first that runs.
 
         `deadline` is a time of `time.monotonic`.
         """
-        begin = time.monotonic()
+        begin, before = time.monotonic(), _busy_seconds()
         self._late_from = begin + MEASURING_SHARE * (deadline - begin)
         with (
             self._autocast(self._devices[0].type),
@@ -172,16 +190,19 @@ class MeasuredSource:
             print_status(
                 f"measured again: {len(outdated)} outdated cached measurements, such as {outdated[0]}"
             )
-        estimated = any(
-            layer.source != MEASURED for costs in self._measured.values() for layer in costs.layers
-        )
-        self.origin = f"measured here in {time.monotonic() - begin:.1f} s" + (
+        estimated = any(not costs.is_complete for costs in self._measured.values())
+        took = time.monotonic() - begin
+        self.origin = f"measured here in {took:.1f} s" + (
             ", or estimated from FLOPs where the time did not suffice" if estimated else ""
         )
         if self._profiles.oldest is not None:
             self.origin = (
                 f"measured here, some of it on {self._profiles.oldest} and confirmed now; "
                 "plan.cache=false measures everything again"
+            )
+        if before is not None and (now := _busy_seconds()) is not None:
+            self.origin += (
+                f"; other processes used {max(0.0, now - before) / took:.1f} of {os.cpu_count()} cores"
             )
         return measured
 
@@ -201,11 +222,14 @@ class MeasuredSource:
         measured: list[int] = []
         refused: Exception | None = None
         seconds_per_row = 0.0
+        complete: dict[int, float] = {}
+        """The seconds that measuring took, by rows, of the sizes of which nothing is missing."""
         for place, size in enumerate(sizes, 1):
             begin = time.monotonic()
             if measured and begin + seconds_per_row * self._rows_to_run(size) > self._late_from:
                 continue
             left = max(0.0, self._late_from - begin)
+            # A line of its own: each layer and pipeline of the size replaces what is shown on a terminal.
             print_status(f"measuring {size} ({place} of {len(sizes)} sizes, at most {left:.0f} s left)")
             try:
                 self._measure(size)
@@ -214,12 +238,16 @@ class MeasuredSource:
             except (ValueError, RuntimeError) as error:
                 # Batch norm, for example, refuses a micro-batch of a single row; larger ones may work.
                 refused = error
+                self.rejected.append(size.rows)
                 # The frames of its traceback hold the tensors of the step, and with them the memory of the device.
                 traceback.clear_frames(error.__traceback__)
                 continue
             # The next size is less efficient or more, but not by much.
-            seconds_per_row = (time.monotonic() - begin) / self._rows_to_run(size)
+            took = time.monotonic() - begin
+            seconds_per_row = took / self._rows_to_run(size)
             measured.append(size.rows)
+            if self._is_complete(size):
+                complete[size.rows] = took
         if refused is not None and not measured:
             raise refused
         if not measured:
@@ -227,7 +255,19 @@ class MeasuredSource:
                 "the time to plan: too short to measure a layer with FLOPs; give a larger plan.budget, or estimate the "
                 "costs: gpipe plan device=<name>"
             )
+        self.complete = list(complete)
+        missing = [size for size in sizes if size.rows not in (*complete, *self.rejected)]
+        per_row = max(costs.layers_ms / rows for (rows, _, _), costs in self._measured.items()) / 1000
+        rows = sum(map(self._rows_to_run, missing))
+        self.seconds_for_all = sum(complete.values()) + LESS_EFFICIENT * per_row * rows
         return measured
+
+    def _is_complete(self, size: MicroBatchSize) -> bool:
+        """Whether all its layers, and pipelines of them, were measured."""
+        return all(
+            (costs := self._measured.get((size.rows, *needed))) is not None and costs.is_complete
+            for needed in self._needed(size)
+        )
 
     def _is_late(self) -> bool:
         return time.monotonic() > self._late_from
@@ -255,7 +295,9 @@ class MeasuredSource:
     def _costs_on(self, rows: int, kind: str, workers: int, place: int) -> LayerCosts:
         counts = self._worker_counts(kind)
         measured = next((count for count in counts if count >= workers), counts[-1])
-        return self._measured[rows, kind, measured].costs(self._transfers(rows, place))
+        costs, alone = self._measured[rows, kind, measured], self._measured[rows, kind, 1]
+        phases = costs.phases.no_quicker_than(alone.phases)
+        return replace(costs, phases=phases).costs(self._transfers(rows, place))
 
     def _worker_counts(self, kind: str) -> list[int]:
         """How many workers are measured together: one, as many as there are cores, and all."""
@@ -327,6 +369,17 @@ def measure_costs(
     return MeasuredCosts(times, phases, frozen_layers(model, sample), next(begins, 0), layers)
 
 
+def _busy_seconds() -> float | None:
+    """The seconds that cores have spent on other processes, or other virtual machines; None if nothing says so."""
+    try:
+        line = Path("/proc/stat").read_text(encoding="ascii").partition("\n")[0]
+    except OSError:
+        return None
+    user, nice, system, _idle, _waiting, *interrupts_and_stolen = map(int, line.split()[1:9])
+    ticks = user + nice + system + sum(interrupts_and_stolen)
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
 def device_kind(device: torch.device) -> str:
     """The kind of a device, which is equal for devices that are equally fast."""
     return device_name(device) if is_accelerator(device) else device.type
@@ -376,9 +429,8 @@ def verify_plans(
 ) -> list[Prediction]:
     """The plans with the median times of their steps, or without if there was no time to run them.
 
-    `batch_of` gives a mini-batch of a size.
-
-    The plans take turns, so that whatever slows the machine down slows all of them.
+    `batch_of` gives a mini-batch of a size. The plans take turns, so that whatever slows the machine down slows all of
+    them; the best one and the run without a pipeline, which it is compared with, come first.
     """
     deadline = time.monotonic() + seconds
     times: list[list[float]] = [[] for _ in plans]
@@ -387,8 +439,12 @@ def verify_plans(
         pipes = [_pipe(plan, module, devices) for plan in plans]
         for pipe in pipes:
             stack.callback(pipe.close)
+        turns = sorted(
+            zip(plans, pipes, times, strict=True),
+            key=lambda turn: not (turn[0] is plans[0] or turn[0].is_plain),
+        )
         for number in range(MAX_ROUNDS + 1):
-            for plan, pipe, taken in zip(plans, pipes, times, strict=True):
+            for plan, pipe, taken in turns:
                 if time.monotonic() > deadline:
                     break
                 with use_threads(intra_op_threads(devices[: plan.shape.devices], cores)):
@@ -396,7 +452,9 @@ def verify_plans(
                 if number > 0:  # the first one warms up
                     taken.append(1000 * seconds_taken)
     return [
-        replace(plan, measured_ms=statistics.median(taken)) if taken else plan
+        replace(plan, measured_ms=statistics.median(taken), spread=max(EQUALLY_GOOD, spread_of(taken)))
+        if taken
+        else plan
         for plan, taken in zip(plans, times, strict=True)
     ]
 

@@ -6,6 +6,7 @@ has the first and the last partition. Pure Python.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -81,15 +82,18 @@ def order_problems(
     ]
 
 
-def search_order(problems: Sequence[OrderProblem]) -> SearchedOrder:
-    """The best order of all placements, whose bound is for all of them; ConfigError if none fits the memory."""
+def search_order(problems: Sequence[OrderProblem], deadline: float = inf) -> SearchedOrder:
+    """The best order of all placements, whose bound is for all of them; ConfigError if none fits the memory.
+
+    From `deadline` on, a time of `time.monotonic`, each placement has only the orders that it needs to have one.
+    """
     best: SearchedOrder | None = None
     bound = inf
     refused: ConfigError | None = None
     for problem in problems:
         try:
             effort = min(EFFORT, POLICIES * 3 * problem.partitions * problem.chunks)
-            result = search_orders(problem, effort, LEAST_GAIN)
+            result = search_orders(problem, effort, LEAST_GAIN, deadline)
         except ConfigError as error:
             refused = error
             continue
@@ -115,7 +119,9 @@ class MemoryPoint:
     """The idle share of the busiest device."""
 
 
-def bubble_by_memory(problems: Sequence[OrderProblem], spec: PipelineSpec) -> list[MemoryPoint]:
+def bubble_by_memory(
+    problems: Sequence[OrderProblem], spec: PipelineSpec, deadline: float = inf
+) -> list[MemoryPoint]:
     """The curve of bubble against memory over all placements; empty if nothing is known about memory."""
     usual = replace(spec, schedule=similar_schedule(spec.partitions, problems[0].devices))
     most = max(problems[0].peaks(usual.order))
@@ -125,7 +131,7 @@ def bubble_by_memory(problems: Sequence[OrderProblem], spec: PipelineSpec) -> li
     for problem in problems:
         limited = replace(problem, memory=(most,) * problem.devices)
         effort = min(CURVE_EFFORT, CURVE_POLICIES * 3 * problem.partitions * problem.chunks)
-        for share, bubble in memory_curve(limited, SHARES, effort):
+        for share, bubble in memory_curve(limited, SHARES, effort, deadline):
             bubbles[share] = min(bubble, bubbles.get(share, 1.0))
     return [MemoryPoint(share, share * most, bubbles[share]) for share in sorted(bubbles)]
 
@@ -149,6 +155,8 @@ class OrderPlanner:
     """The search for an order of a plan's balance."""
     predict: Callable[[RankedPlan, LayerCosts, float | None], Prediction]
     cores: int | None
+    deadline: float = inf
+    """A time of `time.monotonic`."""
 
     def added_to(
         self, plans: Sequence[Prediction], costs: Callable[[PlanShape], LayerCosts], *, only: bool
@@ -158,12 +166,13 @@ class OrderPlanner:
         only: leave out every other pipeline; ConfigError if a considered plan is one, but no order was found.
         """
         pipelines = _pipelines(plans)
-        searched = [
-            found
-            for plan in pipelines
-            if (found := self._searched(plan, costs(plan.shape))) is not None
-            and (only or found.step_ms <= plan.step_ms * (1 - LEAST_GAIN))
-        ]
+        searched: list[Prediction] = []
+        for plan in pipelines:
+            if time.monotonic() > self.deadline and (searched or not only):
+                break
+            found = self._searched(plan, costs(plan.shape))
+            if found is not None and (only or found.step_ms <= plan.step_ms * (1 - LEAST_GAIN)):
+                searched.append(found)
         if only and not searched and any(plan.shape.devices > 1 for plan in plans[:CONSIDERED_PLANS]):
             reason = "no order of the best pipelines fits the memory of the devices"
             if not pipelines:
@@ -175,14 +184,16 @@ class OrderPlanner:
     def memory_curve(
         self, plans: Sequence[Prediction], costs: Callable[[PlanShape], LayerCosts]
     ) -> list[MemoryPoint]:
-        """The bubble against memory of the best pipeline; empty if there is none."""
-        for plan in _pipelines(plans)[:1]:
-            return bubble_by_memory(self.problems_of(plan, costs(plan.shape)), plan.shape.spec(self.cores))
-        return []
+        """The bubble against memory of the best pipeline; empty if there is none, or no time."""
+        pipelines = _pipelines(plans)
+        if not pipelines or time.monotonic() > self.deadline:
+            return []
+        problems = self.problems_of(pipelines[0], costs(pipelines[0].shape))
+        return bubble_by_memory(problems, pipelines[0].shape.spec(self.cores), self.deadline)
 
     def _searched(self, plan: Prediction, costs: LayerCosts) -> Prediction | None:
         try:
-            found = search_order(self.problems_of(plan, costs))
+            found = search_order(self.problems_of(plan, costs), self.deadline)
         except ConfigError:
             # No order fits: the plan divides the memory of a device among its partitions in another way.
             return None

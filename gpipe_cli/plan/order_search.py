@@ -1,6 +1,6 @@
 """Searches for the order with the shortest step: schedules that exist, list scheduling, and local search on its policy.
 
-Deterministic: the effort is a number of actions, not a time, and random numbers come from a fixed seed.
+Deterministic up to the deadline: the effort is a number of actions, and random numbers come from a fixed seed.
 
 V-Half and V-Min (arXiv 2405.15362), from which the search starts as well, have two partitions per device, there and
 back, with half and a third of the memory. All actions of one micro-batch form a block, which repeats every period.
@@ -11,9 +11,11 @@ two partitions. The sooner the next device continues (`hops`), the fewer micro-b
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import inf
 from typing import final
 
 from gpipe_cli.errors import ConfigError
@@ -66,14 +68,17 @@ class OrderResult:
         return self.step / self.bound - 1
 
 
-def search_orders(problem: OrderProblem, effort: int = EFFORT, least_gain: float = 0.0) -> OrderResult:
+def search_orders(
+    problem: OrderProblem, effort: int = EFFORT, least_gain: float = 0.0, deadline: float = inf
+) -> OrderResult:
     """The best order found; with `least_gain=0` no schedule that fits the same placement and memory is better.
 
-    least_gain: the share by which an order must be shorter than a simpler one to be preferred to it.
+    least_gain: the share by which an order must be shorter than a simpler one to be preferred to it. deadline: a time
+    of `time.monotonic` from which on nothing more is tried once there is an order.
     """
     bound = step_bound(problem)
     best: tuple[float, Order, str] | None = None
-    for name, candidate in _candidates(problem, effort, bound):
+    for name, candidate in _candidates(problem, effort, bound, deadline):
         # Simulated: without the pauses that a policy made, an order may take less time than when it was found.
         step = problem.step_of(candidate)
         if best is None or step < best[0] * (1 - least_gain) - _TOLERANCE:
@@ -87,14 +92,16 @@ def search_orders(problem: OrderProblem, effort: int = EFFORT, least_gain: float
     return OrderResult(found, step, bound, 1 - problem.busiest(found) / step, origin)
 
 
-def _candidates(problem: OrderProblem, effort: int, bound: float) -> Iterator[tuple[str, Order]]:
+def _candidates(
+    problem: OrderProblem, effort: int, bound: float, deadline: float
+) -> Iterator[tuple[str, Order]]:
     """Orders that fit the memory, by name, simple ones first."""
     existing = [(name, made) for name, made in existing_orders(problem) if problem.fits(made)]
     yield from existing
-    searched = _Search(problem, effort, bound).best()
+    searched = _Search(problem, effort, bound, deadline).best()
     split = [made for name, made in existing if name in (ZERO_BUBBLE, ZERO_BUBBLE_V)]
     for made in [*split, *([] if searched is None else [searched.order])]:
-        partly_whole = with_whole_backwards(problem, made)
+        partly_whole = with_whole_backwards(problem, made, deadline)
         if problem.fits(partly_whole):
             yield SEARCHED, partly_whole
         if partly_whole != made and problem.fits(made):
@@ -102,7 +109,7 @@ def _candidates(problem: OrderProblem, effort: int, bound: float) -> Iterator[tu
 
 
 def memory_curve(
-    problem: OrderProblem, shares: Sequence[float], effort: int = EFFORT
+    problem: OrderProblem, shares: Sequence[float], effort: int = EFFORT, deadline: float = inf
 ) -> list[tuple[float, float]]:
     """The bubble against memory: for each share of the problem's memory, the bubble of the best order within it.
 
@@ -112,7 +119,7 @@ def memory_curve(
     for share in sorted(shares):
         limited = replace(problem, memory=tuple(share * limit for limit in problem.memory))
         try:
-            bubble = search_orders(limited, effort).bubble
+            bubble = search_orders(limited, effort, deadline=deadline).bubble
         except ConfigError:
             continue
         points.append((share, min([bubble, *(other for _, other in points)])))
@@ -121,8 +128,8 @@ def memory_curve(
 
 @final
 class _Search:
-    def __init__(self, problem: OrderProblem, effort: int, bound: float) -> None:
-        self._problem = problem
+    def __init__(self, problem: OrderProblem, effort: int, bound: float, deadline: float) -> None:
+        self._problem, self._deadline = problem, deadline
         self._actions = 3 * problem.partitions * problem.chunks
         self._total = self._effort = effort
         self._bound = bound
@@ -136,6 +143,8 @@ class _Search:
             if self._best is None or self._effort > 0.8 * self._total:
                 self._try(policy)
         while self._best is not None and self._effort > 0 and self._best[0] > self._bound * (1 + _TOLERANCE):
+            if time.monotonic() > self._deadline:
+                break
             _, policy, scheduled = self._best
             self._try(self._changed(policy, scheduled))
         return None if self._best is None else self._best[2]
@@ -305,7 +314,7 @@ def _with_weight_grads(actions: list[tuple[int, Kind, int]]) -> list[tuple[int, 
     return complete
 
 
-def with_whole_backwards(problem: OrderProblem, order: Order) -> Order:
+def with_whole_backwards(problem: OrderProblem, order: Order, deadline: float = inf) -> Order:
     """The order with as many whole backwards as do not lengthen the step; as it is if halves cost nothing.
 
     The two halves of a backward take longer than the whole one, on some devices much longer. Only the backwards at the
@@ -321,7 +330,7 @@ def with_whole_backwards(problem: OrderProblem, order: Order) -> Order:
         # A later partition's gradients are what the earlier ones wait for.
         for partition in reversed(partitions):
             for number in _counts(problem.chunks):
-                if number == whole[partition] or trials <= 0:
+                if number == whole[partition] or trials <= 0 or time.monotonic() > deadline:
                     continue
                 trials -= 1
                 trial = [*whole[:partition], number, *whole[partition + 1 :]]

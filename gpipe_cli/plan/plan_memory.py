@@ -106,6 +106,12 @@ class PlanMemory:
         modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
         return MemoryFit({mode: self._needed(replace(shape, checkpoint=mode), rows) for mode in modes})
 
+    @property
+    def resident_bytes(self) -> int:
+        """What all layers together need, whatever the micro-batches: parameters, gradients, the optimizer's state."""
+        memory = self._objective(2) if self._known is None else self._known[1]
+        return memory.most(graphs=0, inputs=0)
+
     def may_fit(self, rows: int, devices: int) -> bool:
         """False only if no plan with so many rows in a micro-batch fits, engine=offload aside."""
         if self.limit is None:
@@ -319,7 +325,6 @@ class OffloadPlanner:
             lower_bound_ms=step_ms,
             bubble=waiting,
             batch_size=division.batch_size,
-            samples_per_second=1000 * division.batch_size / step_ms if step_ms else 0.0,
             memory=(PartitionMemory(total - activations, 0, 0, activations),),
             limit=Limit("transfers", waiting, {"transfers": waiting})
             if copied > work

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from math import inf
+from math import ceil, inf, log10
 from typing import Protocol, final
 
 import torch
 from torch import nn
 
 from gpipe_cli.accelerator.devices import available_cores, default_partitions, resolve_devices
+from gpipe_cli.activity import activity
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.step import autocast_of, make_loss, memory_limit
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
@@ -25,11 +26,11 @@ from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.costs import LayerCosts, TransferCost
 from gpipe_cli.plan.estimated import EstimatedCosts, estimated_devices
-from gpipe_cli.plan.measured import MeasuredSource, MicroBatchSize
+from gpipe_cli.plan.measured import EQUALLY_GOOD, MEASURING_SHARE, MeasuredSource, MicroBatchSize
 from gpipe_cli.plan.order_plans import CONSIDERED_PLANS, MemoryPoint, OrderPlanner
 from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.plan.plan_memory import MicroBatches, OffloadPlanner, PlanMemory, PlanSizes
-from gpipe_cli.plan.prediction import Prediction, best_and_plain, predict
+from gpipe_cli.plan.prediction import Prediction, best_and_plain, by_recommendation, predict, preferring
 from gpipe_cli.plan.search import (
     CHECKPOINTS,
     FITTED,
@@ -45,15 +46,14 @@ from gpipe_cli.plan.search import (
 from gpipe_cli.plan.step_time import MemoryFit
 from gpipe_cli.profiling.profile_cache import default_folder
 from gpipe_cli.profiling.records import Sample
-from gpipe_cli.report.output import print_status
 from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.orders import AUTO, FILE
 from gpipe_cli.values import format_bytes
 
 FEW_DEVICES = 8
 """Up to this many devices the search tries every number of partitions, above it powers of two."""
-EQUALLY_GOOD = 0.03
-"""Steps whose measured times differ by at most this share: it varies as much from one measurement to the next."""
+SEARCH_SHARE = 0.7
+"""The share of the time left for the search among fixed schedules; searching for orders has the rest."""
 MUCH_SLOWER = 2.0
 """Times as long for a sample: a batch size that is so much worse than another is not shown."""
 COMPARED = 24
@@ -65,6 +65,12 @@ class CostSource(Protocol):
 
     origin: str
     """How the costs were obtained."""
+    complete: list[int]
+    """The rows of the sizes of which all costs are known."""
+    rejected: list[int]
+    """The rows of the sizes that the model rejects."""
+    seconds_for_all: float
+    """How long preparing all sizes takes, judged by those that were."""
 
     def prepare(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
         """Measure or estimate; the rows of the sizes that are known now."""
@@ -77,6 +83,30 @@ class CostSource(Protocol):
 
 @final
 @dataclass(frozen=True)
+class Coverage:
+    """How much there was time for."""
+
+    sizes: int
+    measured: int
+    """Of the sizes of micro-batches."""
+    candidates: int
+    searched: int
+    """Of the combinations of devices, chunks, schedule and checkpoint mode, those that were judged or ruled out."""
+    budget: float
+    """The seconds that would have sufficed for all."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.measured == self.sizes and self.searched == self.candidates
+
+    def __str__(self) -> str:
+        measured = f"measured {self.measured} of {self.sizes} sizes, " if self.measured < self.sizes else ""
+        searched = f"searched {self.searched} of {self.candidates} candidates"
+        return f"{measured}{searched}; plan.budget={self.budget:g} does all"
+
+
+@final
+@dataclass(frozen=True)
 class Planned:
     plans: list[Prediction]
     """Best first."""
@@ -85,10 +115,13 @@ class Planned:
     cores: int | None
     skipped_chunks: list[int]
     """Values of `chunks` that the search skipped, because the time ran out or the model rejects them."""
+    rejected_chunks: list[int]
+    """The latter alone."""
     origin: str
     """How the costs were obtained."""
     plain_bytes: int | None = None
-    """What the run without a pipeline would need, if that is too much."""
+    """What the run without a pipeline would need at least, if that is too much."""
+    coverage: Coverage | None = None
     memory_curve: list[MemoryPoint] = field(default_factory=list)
     """The bubble of the best pipeline's searched orders against memory."""
 
@@ -105,10 +138,13 @@ class Planner:
     ) -> None:
         """`began` is when the time that planning may take began, by `time.monotonic`; by default now."""
         self._settings, self._overrides, self._loader, self._model = settings, overrides, loader, model
-        self._deadline = (time.monotonic() if began is None else began) + settings.plan.budget
+        self._began = time.monotonic() if began is None else began
+        self._search_until = self._deadline = self._began + settings.plan.budget
         estimated = estimated_devices(settings) if isinstance(settings, PlanConfig) else None
         # A run of several replicas is planned by its engine's keys; only an estimate has a pipeline of each.
         self._replicas = settings.data_parallel if settings.plans else 1
+        self._searched = 0
+        """How many candidates the search has judged or ruled out."""
         # Before anything is measured, because they may be refused.
         self._schedules, self._checkpoints = self._possible_schedules(), self._possible_checkpoints()
         self._loss = make_loss(settings)
@@ -168,18 +204,22 @@ class Planner:
     def plan(self, keep: int) -> Planned:
         if not any(map(self._shapes, self._sizes.batch_sizes)):
             raise ConfigError(f"no plan is possible with {self._fixed_keys()}; remove some of these keys")
+        before = time.monotonic() - self._began
         known = self._source.prepare(self._sizes.to_measure(), self._deadline)
+        begin = time.monotonic()
+        self._search_until = begin + SEARCH_SHARE * max(0.0, self._deadline - begin)
         planned: list[Planned] = []
         # Large ones first: mostly they are better, and rule out most plans of the smaller ones at once.
         for batch_size in reversed(self._sizes.batch_sizes):
-            if planned and time.monotonic() > self._deadline:
+            if planned and time.monotonic() > self._search_until:
                 break
             best = max((plan.plans[0].samples_per_second for plan in planned), default=0.0)
             worst_ms = MUCH_SLOWER * 1000 * batch_size / best if best else inf
             if (plan := self._plan_for(batch_size, known, max(keep, CONSIDERED_PLANS), worst_ms)) is not None:
                 planned.append(plan)
         if planned:
-            return self._best(planned, keep)
+            coverage = self._coverage(before, time.monotonic() - begin)
+            return replace(self._best(planned, keep), coverage=coverage)
         if not any(self._shapes(batch_size, known) for batch_size in self._sizes.batch_sizes):
             raise ConfigError(
                 f"plan.budget={self._settings.plan.budget}: too short to measure what {self._fixed_keys()} needs"
@@ -208,6 +248,21 @@ class Planner:
         first, *rest = best_and_plain(best.plans, keep)
         return replace(best, plans=[first, *others, *rest])
 
+    def _coverage(self, before: float, searching: float) -> Coverage:
+        """`before` is the time before anything was measured, `searching` what the search took."""
+        accepted = {size.rows for size in self._sizes.to_measure()} - set(self._source.rejected)
+        candidates = sum(len(self._shapes(size, accepted)) for size in self._sizes.batch_sizes)
+        measuring = self._source.seconds_for_all
+        search = searching * candidates / max(1, self._searched) / SEARCH_SHARE
+        enough = before + max(measuring / MEASURING_SHARE, measuring + search)
+        return Coverage(
+            len(accepted),
+            len(accepted.intersection(self._source.complete)),
+            candidates,
+            self._searched,
+            _rounded_up(max(enough, self._settings.plan.budget)),
+        )
+
     def _plan_for(self, batch_size: int, known: Sequence[int], keep: int, worst_ms: float) -> Planned | None:
         """The best plans with this batch size; None if none fits."""
         rows_of = partial(self._sizes.rows, batch_size)
@@ -215,7 +270,7 @@ class Planner:
         shapes = self._shapes(batch_size, known)
         if not shapes:
             return None
-        print_status(
+        activity.now(
             f"searching {len(shapes)} combinations of devices, chunks, schedule and checkpoint mode"
             + (f" for batch_size={batch_size}" if self._sizes.chooses_batch_size else "")
         )
@@ -226,30 +281,39 @@ class Planner:
         def fit(shape: PlanShape) -> MemoryFit:
             return self._memory.fit(shape, rows_of(shape.chunks))
 
-        find = partial(search, costs_of=costs, cores=self._cores, deadline=self._deadline)
+        find = partial(search, costs_of=costs, cores=self._cores, deadline=self._search_until)
+        # Every plan is compared with the run without a pipeline. Without a limit of memory, judging it takes no time.
+        plain, is_limited = [shape for shape in shapes if shape.is_plain], self._memory.limit is not None
+        is_too_large = is_limited and self._memory.resident_bytes > self._memory.limits[0]
+        judged = find([] if is_too_large else plain, fit_of=fit, keep=1, least=int(not is_limited))
         compared = keep if self._is_estimated or self._sizes.chooses_batch_size else max(keep, COMPARED)
-        searched = find(shapes, fit_of=fit, keep=compared, worst_ms=worst_ms)
+        searched = find(shapes, fit_of=fit, keep=compared, worst_ms=worst_ms, least=int(worst_ms == inf))
+        self._searched += len(shapes) - searched.late
         if not searched.plans:
             return None
         plans = simplest_of_equals(searched.plans, self._tolerance)[:keep]
-        plain = [shape for shape in shapes if shape.is_plain]
         if not any(plan.shape.is_plain for plan in plans):
-            # Every plan is compared with the run without a pipeline.
-            plans += search(plain, costs, fit, keep=1, cores=self._cores).plans
+            plans += judged.plans
         best_free_ms = self._without_limit(shapes, find)
         predictions = [
             self._predicted(plan, costs(plan.shape), batch_size, best_free_ms if place == 0 else None)
             for place, plan in enumerate(plans)
+            if place == 0 or plan.shape.is_plain or time.monotonic() < self._deadline
         ]
-        too_large = bool(plain) and not any(plan.is_plain for plan in predictions)
+        plain_bytes = None
+        if plain and is_too_large:
+            plain_bytes = self._memory.resident_bytes
+        elif plain and judged.too_large == len(plain):
+            plain_bytes = self._bytes_of(plain[0], batch_size)
         return Planned(
-            predictions,
+            by_recommendation(predictions),
             searched,
             costs,
             self._cores,
             skipped,
+            [chunks for chunks in skipped if rows_of(chunks) in self._source.rejected],
             self._source.origin,
-            self._bytes_of(plain[0], batch_size) if too_large else None,
+            plain_bytes,
         )
 
     def _with_orders(self, planned: Planned) -> Planned:
@@ -258,6 +322,7 @@ class Planner:
         wanted = not given or self._settings.schedule.name == AUTO
         if time.monotonic() > self._deadline and not (given and wanted):
             return planned
+        activity.now("searching for orders")
         plans, simplest = planned.plans, planned.plans[0]
 
         def problems(plan: Prediction, costs: LayerCosts) -> list[OrderProblem]:
@@ -267,17 +332,16 @@ class Planner:
         def predicted(plan: RankedPlan, costs: LayerCosts, without_limit_ms: float | None) -> Prediction:
             return self._predicted(plan, costs, simplest.batch_size, without_limit_ms)
 
-        orders = OrderPlanner(problems, predicted, self._cores)
+        orders = OrderPlanner(problems, predicted, self._cores, self._deadline)
         if wanted:
             plans = orders.added_to(plans, planned.costs, only=given)
             # An order that is searched for is worth it if it is better by more than the noise.
-            if simplest in plans and simplest.step_ms <= (1 + self._tolerance) * plans[0].step_ms:
-                plans = [simplest, *(plan for plan in plans if plan is not simplest)]
+            plans = preferring(simplest, by_recommendation(plans))
         return replace(planned, plans=plans, memory_curve=orders.memory_curve(plans, planned.costs))
 
     def _without_limit(self, shapes: Sequence[PlanShape], find: Callable[..., SearchResult]) -> float | None:
-        """The step time of the best plan without the memory limit, or None if there is no limit."""
-        if self._memory.limit is None:
+        """The step time of the best plan without the memory limit, or None if there is no limit, or no time."""
+        if self._memory.limit is None or time.monotonic() > self._deadline:
             return None
         shapes = [shape for shape in shapes if shape.checkpoint != FITTED]
         found = find(shapes, fit_of=lambda shape: MemoryFit({str(shape.checkpoint): None}), keep=1)
@@ -333,7 +397,7 @@ class Planner:
         best = replace(best, chose_batch_size=self._sizes.chooses_batch_size)
         result = SearchResult([], best.step_ms, too_large=len(divisions), left_out=0)
         costs = planner.costs_of(self._sizes.rows(best.batch_size, best.shape.chunks))
-        return Planned([best], result, lambda shape: costs, self._cores, [], self._source.origin)
+        return Planned([best], result, lambda shape: costs, self._cores, [], [], self._source.origin)
 
     def _refusal(self, known: Sequence[int]) -> ConfigError:
         """What the least demanding pipeline would need."""
@@ -394,3 +458,9 @@ class Planner:
     def _fixed_keys(self) -> str:
         keys = ("chunks", "schedule", "checkpoint", "partitions", "devices", "device_memory")
         return " ".join(word for word in self._overrides if override_key(word) in keys)
+
+
+def _rounded_up(seconds: float) -> float:
+    """To one of the next numbers that people would write: 61 is 65, 247 is 250."""
+    unit: float = 10 ** int(log10(max(1.0, seconds))) / 2
+    return unit * ceil(seconds / unit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf, isfinite
 from typing import Any, final
 
 from gpipe_cli.plan.costs import LayerCosts
@@ -22,6 +23,8 @@ SINGLE, THREADS, OFFLOAD = "single", "threads", "offload"
 """The engines that plans are for: without a pipeline, a pipeline, and a model in slices on one device."""
 SMALL = 0.02
 """A share of the step that is not worth mentioning."""
+LARGE_ERROR = 0.15
+"""The share of a measured step beyond which predictions of others cannot be relied on."""
 HINTS = {
     "slowest partition": (
         "the slowest partition holds the others up: a model cut into finer layers could be divided more evenly"
@@ -72,7 +75,6 @@ class Prediction:
     """A lower bound of the step's time for any balance of this shape."""
     bubble: float
     batch_size: int
-    samples_per_second: float
     memory: tuple[PartitionMemory, ...]
     """The memory of each device."""
     limit: Limit
@@ -85,7 +87,17 @@ class Prediction:
     """The limit of memory of its devices, if there is one."""
     chose_batch_size: bool = False
     """Whether the batch size is part of the plan, rather than given."""
+    spread: float = 0.0
+    """By what share the measurements behind the prediction, or the measured steps, differ; 0 for an estimate."""
+    parts: tuple[PartitionCost, ...] = ()
+    """What each partition costs."""
     measured_ms: float | None = None
+
+    @property
+    def samples_per_second(self) -> float:
+        """As measured, or else as predicted."""
+        step_ms = self.step_ms if self.measured_ms is None else self.measured_ms
+        return 1000 * self.batch_size / step_ms if step_ms else 0.0
 
     @property
     def peak_bytes(self) -> int:
@@ -145,8 +157,15 @@ class Prediction:
         )
 
     def slower_than(self, other: Prediction) -> float:
-        """How many times as long a sample takes."""
-        return self.step_ms / self.batch_size / (other.step_ms / other.batch_size)
+        """How many times as long a sample takes: as measured if both are, else as predicted."""
+        step_ms, other_ms = self.step_ms, other.step_ms
+        if self.measured_ms is not None and other.measured_ms is not None:
+            step_ms, other_ms = self.measured_ms, other.measured_ms
+        return step_ms / self.batch_size / (other_ms / other.batch_size)
+
+    def is_faster_than(self, other: Prediction) -> bool:
+        """By more than the measurements differ."""
+        return other.slower_than(self) - 1 > max(self.spread, other.spread)
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -164,6 +183,7 @@ class Prediction:
             "bubble": self.bubble,
             "lower_bound_ms": self.lower_bound_ms,
             "memory": [{**asdict(device), "total_bytes": device.total_bytes} for device in self.memory],
+            "spread": self.spread if isfinite(self.spread) else None,
             "limit": self.limit.name,
             "limit_share": self.limit.share,
             "limits": dict(self.limit.shares),
@@ -198,7 +218,6 @@ def predict(
         best.lower_bound_ms,
         bubble=max(0.0, 1 - busy),
         batch_size=batch_size,
-        samples_per_second=1000 * batch_size / best.step_ms if best.step_ms else 0.0,
         memory=_by_device(memory, spec.traits.placement(shape.partitions, shape.devices)),
         limit=limit_of(
             spec,
@@ -210,6 +229,8 @@ def predict(
             host_ms=costs.host_ms(best.balance, spec),
         ),
         engine=SINGLE if shape.is_plain else THREADS,
+        spread=costs.spread,
+        parts=tuple(parts),
     )
 
 
@@ -293,31 +314,86 @@ def _by_device(memory: Sequence[PartitionMemory], workers: Sequence[int]) -> tup
 
 def best_and_plain(plans: Sequence[Prediction], keep: int) -> list[Prediction]:
     """The first `keep` plans, and the first without a pipeline, which all others are compared with."""
-    plain = next((plan for plan in plans if plan.is_plain), None)
+    plain = _plain(plans)
     return [plan for place, plan in enumerate(plans) if place < keep or plan is plain]
+
+
+def preferring(plan: Prediction | None, plans: Sequence[Prediction]) -> list[Prediction]:
+    """`plans` with this one in front, if it is among them and the first is not measurably faster."""
+    if plan is None or plan not in plans or plans[0].is_faster_than(plan):
+        return list(plans)
+    return [plan, *(other for other in plans if other is not plan)]
+
+
+def by_recommendation(plans: Sequence[Prediction]) -> list[Prediction]:
+    """Those that were run in front, by measured time; but no pipeline before a plain run that is as fast."""
+    measured = [plan for plan in plans if plan.measured_ms is not None]
+    measured.sort(key=lambda plan: -plan.samples_per_second)
+    ordered = [*measured, *(plan for plan in plans if plan.measured_ms is None)]
+    return preferring(_plain(ordered), ordered)
+
+
+def _plain(plans: Sequence[Prediction]) -> Prediction | None:
+    return next((plan for plan in plans if plan.is_plain), None)
 
 
 def advice(plans: Sequence[Prediction]) -> str:
     """A sentence about the best plan. `plans` has the best first, and the plain run among them if it was judged."""
-    best = plans[0]
+    best, plain = plans[0], _plain(plans)
     if best.engine == OFFLOAD:
         return (
             f"no pipeline fits: engine=offload keeps {len(best.balance)} slices of the model in host memory"
             + (", and copying them takes longer than computing" if best.limit.name == "transfers" else "")
         )
-    plain = next((plan for plan in plans if plan.is_plain), None)
-    if best.is_plain:
-        pipelines = [plan for plan in plans if not plan.is_plain and plan.shape.devices > 1]
-        slower = f", a pipeline takes {pipelines[0].slower_than(best):.2f} times as long" if pipelines else ""
-        return f"train without a pipeline: one device is quickest here{slower}"
     hints = HINTS | HINTS_OF_ANY_BATCH_SIZE if best.chose_batch_size else HINTS
-    hint = hints[best.limit.name]
-    if plain is None:
-        return hint
-    gain, devices = plain.slower_than(best), best.shape.devices
-    if gain > devices:
-        return (
-            f"the times disagree: on {devices} device(s) no pipeline is {gain:.2f} times as fast as without one; run "
-            f"it again when nothing else runs here; {hint}"
+    if best.is_plain:
+        found = _against_pipelines(best, plans)
+    elif plain is None:
+        found = f"{hints[best.limit.name]}{_give_or_take(best)}"
+    else:
+        found = f"{_gain(best, plain)}; {hints[best.limit.name]}"
+    worst = max((abs(plan.error) for plan in plans if plan.error is not None), default=0.0)
+    if worst > max(LARGE_ERROR, best.spread):
+        found += (
+            f"; the predictions were wrong by up to {worst:.0%}, so plans that were not run may be faster"
         )
-    return f"{gain:.2f} times as fast as without a pipeline; {hint}"
+    return found
+
+
+def _against_pipelines(plain: Prediction, plans: Sequence[Prediction]) -> str:
+    pipelines = [plan for plan in plans if plan.shape.devices > 1 and plan.engine == THREADS]
+    if not pipelines:
+        return "train without a pipeline; there was none to compare it with"
+    best = min(pipelines, key=lambda plan: plan.slower_than(plain))
+    spread, ratio = max(best.spread, plain.spread), best.slower_than(plain)
+    if spread == inf:
+        return "train without a pipeline: the time did not suffice to measure how much faster one is"
+    if ratio - 1 <= spread:
+        return (
+            f"no measurable gain; train without a pipeline: the best pipeline differs from it by {abs(ratio - 1):.0%}, "
+            f"and measurements of the same by {spread:.0%}"
+        )
+    return (
+        f"train without a pipeline: one device is quickest here, a pipeline takes {ratio:.2f} times as long"
+    )
+
+
+def _gain(best: Prediction, plain: Prediction) -> str:
+    gain, devices = plain.slower_than(best), best.shape.devices
+    if gain <= devices:
+        return f"{gain:.2f} times as fast as without a pipeline{_give_or_take(best, plain)}"
+    if best.spread:
+        return (
+            "the times disagree: they promise more than the devices can give; run it again when nothing else runs "
+            "here"
+        )
+    return "faster than without a pipeline, which uses the first device only"
+
+
+def _give_or_take(*plans: Prediction) -> str:
+    """The uncertainty of a statement about these plans; nothing for estimates, whose title says what they are."""
+    spread = max(plan.spread for plan in plans)
+    if spread == inf:
+        return " (the time did not suffice to measure how certain this is)"
+    are = "measured" if all(plan.measured_ms is not None for plan in plans) else "predicted"
+    return f" ({are}; measurements of the same differ by {spread:.0%})" if spread else ""

@@ -193,6 +193,8 @@ class SearchResult:
     """Shapes for which no balance fits."""
     left_out: int
     """Shapes that cannot be simulated, or that there was no time for."""
+    late: int = 0
+    """The latter alone."""
 
     @property
     def gap(self) -> float:
@@ -219,10 +221,11 @@ def search(
     cores: int | None = None,
     deadline: float = inf,
     worst_ms: float = inf,
+    least: int = 1,
 ) -> SearchResult:
     """The best `keep` shapes, each with its best balance; `deadline` is a time of `time.monotonic`.
 
-    Steps longer than `worst_ms` are not worth finding.
+    Steps longer than `worst_ms` are not worth finding. `least` plans are found however late it is.
     """
     queue: list[tuple[float, int, _QueuedShape]] = []
     left_out = 0
@@ -235,15 +238,14 @@ def search(
             left_out += 1
     heapify(queue)
     plans: list[RankedPlan] = []
-    too_large, number = 0, len(queue)
+    too_large, number, late = 0, len(queue), 0
     # Best first: the smallest bound in the queue bounds everything that is left, so the search ends when that cannot
     # beat the last plan to keep.
     while queue and queue[0][0] <= worst_ms:
         if len(plans) >= keep and queue[0][0] >= plans[keep - 1].best.step_ms:
             break
-        # There is always at least one plan, however late, unless there are others to compare with.
-        if (plans or worst_ms < inf) and time.monotonic() > deadline:
-            left_out += len(queue)
+        if len(plans) >= least and time.monotonic() > deadline:
+            late = len(queue)
             break
         bound, _, queued = heappop(queue)
         spec = queued.shape.spec(cores)
@@ -264,7 +266,7 @@ def search(
             plans.append(plan)
             plans.sort(key=lambda plan: plan.best.step_ms)
     bounds = [plan.best.lower_bound_ms for plan in plans] + [bound for bound, *_ in queue[:1]]
-    return SearchResult(plans[:keep], min(bounds, default=inf), too_large, left_out)
+    return SearchResult(plans[:keep], min(bounds, default=inf), too_large, left_out + late, late)
 
 
 def lowest_bound(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple[float, Balance] | None:
@@ -320,7 +322,7 @@ def best_balance(
         price,
         budget=max(1, min(NEARBY, budget // actions)),
     )
-    if spec.partitions * costs.layers**2 > MAX_SEGMENTS:
+    if spec.partitions * costs.layers**2 > MAX_SEGMENTS or time.monotonic() > deadline:
         return result(best, bound)
     candidates = _Candidates(costs, spec, fit, price(best))
     for number, other in enumerate(candidates.balances()):

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import final
 
 import torch
@@ -58,13 +59,34 @@ class PhaseTimes:
     input_grad: float
     weight_grad: float
     """The parts of a split backward, as multiples of the whole. The first trained partition's is never split."""
+    spread: float
+    """By what share steps that do the same differed; infinite if fewer than two of them were run."""
+
+    def no_quicker_than(self, alone: PhaseTimes) -> PhaseTimes:
+        """Scaled until forward and backward take as long as on one worker with all cores, if they took less.
+
+        Several workers do no less work than one. If it seems so, something disturbed the measurements by that much.
+        """
+        ratio = (alone.forward + alone.backward) / (self.forward + self.backward)
+        if ratio <= 1:
+            return self
+        return PhaseTimes(
+            self.forward * ratio,
+            self.backward * ratio,
+            self.checkpointed_forward * ratio,
+            self.recompute * ratio,
+            self.checkpointed_backward * ratio,
+            self.input_grad,
+            self.weight_grad,
+            max(self.spread, alone.spread, ratio - 1),
+        )
 
     @staticmethod
     def of_layers(layers: Sequence[LayerTimes]) -> PhaseTimes:
         """Without a measurement: the layers take as long together as each of them alone."""
         forward = sum(layer.forward_ms for layer in layers)
         backward = sum(layer.backward_ms for layer in layers)
-        return PhaseTimes(forward, backward, forward, forward, backward, 0.5, 0.5)
+        return PhaseTimes(forward, backward, forward, forward, backward, 0.5, 0.5, inf)
 
 
 def measure_phase_times(
@@ -103,7 +125,16 @@ def measure_phase_times(
         checkpointed_backward=checkpointed.sum("backward") * checkpointed_excess,
         input_grad=halves.sum("backward", Kind.INPUT_GRAD, split_from) / whole if halves and whole else 0.5,
         weight_grad=halves.sum("backward", Kind.WEIGHT_GRAD, split_from) / whole if halves and whole else 0.5,
+        spread=max(steps.spread for steps in (plain, checkpointed, halves) if steps is not None),
     )
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """The range of the middle half of the times, as a share of their median; infinite for a single one."""
+    if len(times) < 2:
+        return inf
+    first, median, third = statistics.quantiles(times, n=4, method="inclusive")
+    return (third - first) / median
 
 
 def measure_forward_backward(
@@ -131,6 +162,7 @@ class StepTimes:
 
     spec: PipelineSpec
     step: float
+    spread: float
     pieces: Mapping[tuple[int, str, Kind], float]
     """By partition, phase and kind of action."""
 
@@ -210,7 +242,8 @@ class _Steps:
             raise TimeIsUp
         medians = {place: 1000 * statistics.median(seconds) for place, seconds in durations.items()}
         spec = PipelineSpec(schedule, len(self.balance), count, checkpoint, cores=self.cores)
-        return StepTimes(spec, 1000 * statistics.median(took[-len(steps) :]), medians)
+        counted = took[-len(steps) :]
+        return StepTimes(spec, 1000 * statistics.median(counted), spread_of(counted), medians)
 
     def _pipe(self, chunks: int, schedule: str, checkpoint: str) -> Pipe:
         if len(self.balance) > 1:

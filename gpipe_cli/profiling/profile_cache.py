@@ -23,7 +23,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -160,6 +160,7 @@ class ProfileCache:
             "devices": [str(device) for device in devices],
             "chunks": chunks,
             "cores": cores,
+            "phases": [field.name for field in fields(PhaseTimes)],
         }
         stored = self._store.load(key, 1, len(fields(PhaseTimes)), seconds) if self._reuse else None
         if stored is not None:
@@ -169,7 +170,8 @@ class ProfileCache:
                 module, sample, balance, devices, chunks, cached_ms, cores=cores, is_late=self._is_late
             )
             if self._still_holds(stored, drift):
-                return phases
+                differs = math.inf if drift is None else abs(drift.ratio - 1)
+                return replace(phases, spread=max(phases.spread, differs))
         load = load_per_core()
         phases = measure_phase_times(
             module, sample, balance, devices, chunks, seconds, cores=cores, is_late=self._is_late

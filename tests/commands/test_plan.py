@@ -85,7 +85,7 @@ def test_other_devices_are_estimated_for_a_model_of_any_size(huge: Gpipe) -> Non
 def test_without_time_the_plan_is_the_plain_run_and_the_rest_is_named(tiny: Gpipe) -> None:
     answer = tiny("plan", *TINY, "batch_size=4", "devices=[cpu,cpu]", "plan.cache=false", "plan.budget=0.001")
     assert answer.err.startswith("measuring one device with ")
-    assert "not searched: chunks=[2, 4" in answer.err
+    assert "the time ran out: measured 0 of 3 sizes, searched" in answer.err and "does all" in answer.err
 
 
 @pytest.mark.slow
@@ -314,7 +314,7 @@ def test_a_plain_run_that_does_not_fit_is_said_to(gpipe: Gpipe) -> None:
     words = ("model=mlp", *SMALL, "device=t4", "devices=4", "batch_size=16", "device_memory=2MiB")
     answer = gpipe("plan", *words)
     assert answer.code == 0, answer.err
-    assert "without a pipeline, one device would need 3.88MiB, which does not fit" in answer.err
+    assert "without a pipeline, one device would need at least 3.81MiB, which does not fit" in answer.err
 
 
 def test_layers_that_are_equal_are_run_once_however_many_there_are(

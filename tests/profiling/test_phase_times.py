@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli.profiling.layer_times import layer_times
-from gpipe_cli.profiling.phase_times import StepTimes, measure_phase_times
+from gpipe_cli.profiling.phase_times import PhaseTimes, StepTimes, measure_phase_times, spread_of
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.action import Kind
 from gpipe_cli.schedule.spec import PipelineSpec
@@ -47,10 +48,23 @@ def test_time_between_the_actions_is_told_as_a_multiple_of_what_the_simulator_kn
     }
 
     # One worker after the other, for want of a second core: 2 micro-batches x 2 partitions x 40.
-    alone = StepTimes(PipelineSpec("1f1b", 2, 2, "always", cores=1), step=200.0, pieces=pieces)
+    alone = StepTimes(PipelineSpec("1f1b", 2, 2, "always", cores=1), step=200.0, spread=0.0, pieces=pieces)
 
     assert alone.excess() == pytest.approx(200 / 160)
     assert alone.sum("backward") == 40 and alone.sum("backward", first=1) == 20
+
+
+def test_the_spread_of_steps_is_that_of_their_middle_half() -> None:
+    assert spread_of([10.0, 9.0, 11.0, 10.0, 500.0]) == pytest.approx(0.1)
+    assert spread_of([10.0]) == math.inf, "one step says nothing of its spread"
+
+
+def test_workers_that_seem_to_do_less_work_than_one_are_as_uncertain_as_that() -> None:
+    """While one worker was measured, the machine was busy: two then promised 27.71 times its speed."""
+    alone = PhaseTimes(30.0, 60.0, 30.0, 30.0, 60.0, 0.5, 0.5, 0.02)
+    together = PhaseTimes(10.0, 20.0, 10.0, 10.0, 20.0, 0.4, 0.7, 0.04)
+    assert together.no_quicker_than(alone) == PhaseTimes(30.0, 60.0, 30.0, 30.0, 60.0, 0.4, 0.7, 2.0)
+    assert alone.no_quicker_than(together) is alone
 
 
 @pytest.mark.accelerator

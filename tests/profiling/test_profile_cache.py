@@ -165,7 +165,7 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
 
     def watched(module: Any, sample: Any, balance: Any, *rest: Any, **more: Any) -> PhaseTimes:
         calls.append(balance)
-        return PhaseTimes(1, 2, 3, 4, 5, 0.5, len(calls))
+        return PhaseTimes(1, 2, 3, 4, 5, 0.5, len(calls), 0.04)
 
     monkeypatch.setattr(profile_cache, "measure_phase_times", watched)
 
@@ -175,10 +175,12 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
 
     first = ProfileCache(tmp_path)
     assert (
-        phases([1, 1], first) == phases([1, 1], ProfileCache(tmp_path)) == PhaseTimes(1, 2, 3, 4, 5, 0.5, 1)
+        phases([1, 1], first)
+        == phases([1, 1], ProfileCache(tmp_path))
+        == PhaseTimes(1, 2, 3, 4, 5, 0.5, 1, 0.04)
     )
-    assert phases([2], first) == PhaseTimes(1, 2, 3, 4, 5, 0.5, 2)
-    assert phases([1, 1], ProfileCache(tmp_path, reuse=False)) == PhaseTimes(1, 2, 3, 4, 5, 0.5, 3)
+    assert phases([2], first) == PhaseTimes(1, 2, 3, 4, 5, 0.5, 2, 0.04)
+    assert phases([1, 1], ProfileCache(tmp_path, reuse=False)) == PhaseTimes(1, 2, 3, 4, 5, 0.5, 3, 0.04)
     assert calls == [[1, 1], [2], [1, 1]] and first.oldest is None
     again = ProfileCache(tmp_path)
     phases([2], again)
@@ -188,7 +190,7 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
 def test_a_pipeline_that_takes_another_time_now_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drift: list[float]
 ) -> None:
-    results = iter([PhaseTimes(2, 4, 0, 0, 0, 0.5, 0.5), PhaseTimes(1, 2, 0, 0, 0, 0.5, 0.5)])
+    results = iter([PhaseTimes(2, 4, 0, 0, 0, 0.5, 0.5, 0.04), PhaseTimes(1, 2, 0, 0, 0, 0.5, 0.5, 0.04)])
     monkeypatch.setattr(profile_cache, "measure_phase_times", lambda *_, **__: next(results))
     profiles = ProfileCache(tmp_path)
 
@@ -196,6 +198,9 @@ def test_a_pipeline_that_takes_another_time_now_is_measured_again(
         return profiles.phases(make_module(), SAMPLE, [2], [torch.device("cpu")], 4, 1.0, cores=2)
 
     assert phases() == phases() and profiles.outdated == []
+    # What differs by little holds, but is no more certain than that.
+    drift[:] = [0.9]
+    assert phases().spread == pytest.approx(0.1) and phases().forward == 2
     drift[:] = [0.5]
     assert phases().forward == 1
     assert profiles.outdated[0].endswith(" no longer hold: a pipeline took 0.50 x the cached time")

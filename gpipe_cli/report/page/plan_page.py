@@ -57,7 +57,7 @@ def _verdict(summary: Facts) -> str:
     sentences = [summary["profile"], summary["advice"]]
     if too_large := summary.get("plain_bytes_too_large"):
         needed = format_value("peak_bytes", too_large)
-        sentences.append(f"without a pipeline, one device would need {needed}, which does not fit")
+        sentences.append(f"without a pipeline, one device would need at least {needed}, which does not fit")
     return " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
 
 
