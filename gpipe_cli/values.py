@@ -50,6 +50,13 @@ def format_bytes(count: float) -> str:
     return f"{math.ceil(100 * count / unit) / 100:g}{name}" if unit > 1 else f"{math.ceil(count)}B"
 
 
+def exact_bytes(count: int) -> str:
+    """The very number in the largest binary unit of which it is a multiple: 80GiB, or 85899345921."""
+    units = [(size, name) for name, size in BYTE_UNITS.items() if "i" in name and count % size == 0]
+    size, name = max(units, default=(1, ""))
+    return f"{count // size}{name}"
+
+
 def parse_duration(text: str) -> float | None:
     """Seconds in `90`, `90s`, `30m`, `2h` or `1h30m`; None for anything else, and for zero."""
     match = _DURATION.fullmatch(text)

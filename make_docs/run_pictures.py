@@ -62,7 +62,7 @@ def draw_timeline(run: Path) -> str:
         name: f"{name}: {step.milliseconds:.0f} ms, idle {step.bubble or 0:.0%}"
         for name, step in steps.items()
     }
-    block = TOP + ROW * facts.measured.partitions
+    block = TOP + ROW * len(facts.measured.lanes)
     elements = [
         *legend({bar.phase for bar in facts.measured.bars}, WIDTH - RIGHT),
         *(
@@ -76,15 +76,15 @@ def draw_timeline(run: Path) -> str:
 
 def _step(title: str, step: TimelineRecord, scale: float, top: float) -> Iterator[Markup]:
     yield label(title, LEFT, top + 15, "strong")
-    for partition in range(step.partitions):
-        y = top + TOP + ROW * partition
-        yield label(f"partition {partition}", LEFT - 8, y + BAR / 2 + 4, "end")
+    for device in range(len(step.lanes)):
+        y = top + TOP + ROW * device
+        yield label(f"device {device}", LEFT - 8, y + BAR / 2 + 4, "end")
         yield box("idle", LEFT, y, scale * step.milliseconds, BAR)
     for bar in step.bars:
         if bar.phase == "copy":
             continue  # not visible at this scale
         x, width = LEFT + scale * bar.begin, scale * bar.milliseconds - GAP
-        yield box(bar.phase, x, top + TOP + ROW * bar.partition, width, BAR, bar.label, radius=2)
+        yield box(bar.phase, x, top + TOP + ROW * bar.lane, width, BAR, bar.label, radius=2)
 
 
 def photograph(page: Path, picture: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.values import flatten, format_bytes, parse_bytes, parse_duration
+from gpipe_cli.values import exact_bytes, flatten, format_bytes, parse_bytes, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,10 @@ def test_a_nested_mapping_becomes_dotted_keys() -> None:
     assert dict(flatten(tree)) == {"a.b": 1, "d": None, "e": [{"f": 2}]}
     inner = {"a": tree["a"], "a.c": {}, "e[0]": {"f": 2}, "e[0].f": 2}
     assert dict(flatten(tree, inner=True)) == {**dict(flatten(tree)), **inner}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(80 * 2**30, "80GiB"), (2**20 + 2**10, "1025KiB"), (85899345921, "85899345921")]
+)
+def test_a_limit_in_a_command_is_the_very_number(count: int, text: str) -> None:
+    assert exact_bytes(count) == text and parse_bytes(text) == count

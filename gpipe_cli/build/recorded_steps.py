@@ -88,7 +88,7 @@ def print_timeline(timeline: Timeline) -> None:
     for title, step in (("ideal", timeline.ideal), ("measured", measured)):
         bubble = format_value("bubble", step.bubble)
         caption = f"{title}: {1000 * step.seconds:.1f} ms, bubble {bubble}"
-        print_step_timeline(caption, step, len(timeline.row_names), longest)
+        print_step_timeline(caption, step, longest)
     rows = summary["partitions"]
     counted = any(row["device_peak_bytes"] is not None for row in rows)
     hidden = () if counted else ("estimated_bytes", "device_peak_bytes")

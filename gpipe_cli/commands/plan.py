@@ -44,7 +44,7 @@ PLANNED_KEYS = ("chunks", "schedule", "checkpoint", "partitions")
 ON_PAGE = 24
 """How many plans a page compares."""
 MAX_PICTURE = 16
-"""Partitions; a picture with more is unreadable."""
+"""Devices; a picture with more is unreadable."""
 
 
 def run(settings: PlanConfig, job: Job) -> Summary:
@@ -112,7 +112,7 @@ def _step(best: Prediction, cores: int | None) -> StepTimeline | None:
     """The best plan's, unless a picture of it would be unreadable."""
     if best.engine == OFFLOAD:
         return None
-    if best.shape.actions > MAX_SIMULATED_ACTIONS or best.shape.partitions > MAX_PICTURE:
+    if best.shape.actions > MAX_SIMULATED_ACTIONS or best.shape.devices > MAX_PICTURE:
         return None
     return StepTimeline.simulated(best.shape.spec(cores).simulate(best.parts))
 
@@ -164,7 +164,7 @@ def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: St
     print_plans(f"the best plans ({planned.origin})", summary["candidates"])
     print_device_memory(summary["best"]["memory"])
     if step is not None:
-        print_step_timeline(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
+        print_step_timeline(f"predicted: {best.step_ms:.1f} ms", step, step.seconds)
     if planned.coverage is not None and not planned.coverage.is_complete:
         print_status(f"the time ran out: {planned.coverage}")
     if planned.rejected_chunks:

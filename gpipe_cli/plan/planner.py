@@ -143,8 +143,8 @@ class Planner:
         estimated = estimated_devices(settings) if isinstance(settings, PlanConfig) else None
         # A run of several replicas is planned by its engine's keys; only an estimate has a pipeline of each.
         self._replicas = settings.data_parallel if settings.plans else 1
-        self._searched = 0
-        """How many candidates the search has judged or ruled out."""
+        self._searched = self._judged = 0
+        """How many candidates were judged or ruled out, and how many of them were judged."""
         # Before anything is measured, because they may be refused.
         self._schedules, self._checkpoints = self._possible_schedules(), self._possible_checkpoints()
         self._loss = make_loss(settings)
@@ -253,14 +253,14 @@ class Planner:
         accepted = {size.rows for size in self._sizes.to_measure()} - set(self._source.rejected)
         candidates = sum(len(self._shapes(size, accepted)) for size in self._sizes.batch_sizes)
         measuring = self._source.seconds_for_all
-        search = searching * candidates / max(1, self._searched) / SEARCH_SHARE
+        search = searching * (1 + (candidates - self._searched) / max(1, self._judged)) / SEARCH_SHARE
         enough = before + max(measuring / MEASURING_SHARE, measuring + search)
         return Coverage(
             len(accepted),
             len(accepted.intersection(self._source.complete)),
             candidates,
             self._searched,
-            _rounded_up(max(enough, self._settings.plan.budget)),
+            rounded_up(max(enough, self._settings.plan.budget)),
         )
 
     def _plan_for(self, batch_size: int, known: Sequence[int], keep: int, worst_ms: float) -> Planned | None:
@@ -289,6 +289,7 @@ class Planner:
         compared = keep if self._is_estimated or self._sizes.chooses_batch_size else max(keep, COMPARED)
         searched = find(shapes, fit_of=fit, keep=compared, worst_ms=worst_ms, least=int(worst_ms == inf))
         self._searched += len(shapes) - searched.late
+        self._judged += searched.judged
         if not searched.plans:
             return None
         plans = simplest_of_equals(searched.plans, self._tolerance)[:keep]
@@ -460,7 +461,7 @@ class Planner:
         return " ".join(word for word in self._overrides if override_key(word) in keys)
 
 
-def _rounded_up(seconds: float) -> float:
+def rounded_up(seconds: float) -> float:
     """To one of the next numbers that people would write: 61 is 65, 247 is 250."""
     unit: float = 10 ** int(log10(max(1.0, seconds))) / 2
     return unit * ceil(seconds / unit)

@@ -18,6 +18,7 @@ from gpipe_cli.profiling.memory import PartitionMemory
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.simulate import PartitionCost
 from gpipe_cli.schedule.spec import PipelineSpec
+from gpipe_cli.values import exact_bytes
 
 SINGLE, THREADS, OFFLOAD = "single", "threads", "offload"
 """The engines that plans are for: without a pipeline, a pipeline, and a model in slices on one device."""
@@ -128,7 +129,8 @@ class Prediction:
             return f"{batch_size}engine=single chunks={self.shape.chunks}{devices}"
         if self.engine_memory is not None:
             return (
-                f"{batch_size}engine=offload engine.memory={self.engine_memory} chunks={self.shape.chunks} "
+                f"{batch_size}engine=offload engine.memory={exact_bytes(self.engine_memory)} "
+                f"chunks={self.shape.chunks} "
                 f"checkpoint={self.checkpoint}"
             )
         if not devices and self.shape.partitions != self.shape.devices:
@@ -149,8 +151,10 @@ class Prediction:
         layers = ",".join(map(str, self.balance))
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else f"[{','.join(self.checkpoint)}]"
         # Training searches for the order again, and must keep to the same limit.
-        is_searched = isinstance(self.shape.schedule, FixedOrder) and self.device_memory is not None
-        memory = f" device_memory={self.device_memory}" if is_searched else ""
+        is_searched = isinstance(self.shape.schedule, FixedOrder)
+        memory = (
+            f" device_memory={exact_bytes(self.device_memory)}" if is_searched and self.device_memory else ""
+        )
         return (
             f"balance=manual balance.layers=[{layers}] chunks={self.shape.chunks} "
             f"schedule={self.shape.schedule_name} checkpoint={checkpoint}{memory}"

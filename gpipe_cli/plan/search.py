@@ -33,6 +33,8 @@ TURNS = (2, 4)
 Balance = tuple[int, ...]
 MAX_ACTIONS_PER_SHAPE = 200_000
 """Simulating so many takes half a second."""
+SHARE_OF_SHAPE = 0.25
+"""The share of the time left that the search may take for one shape."""
 ROUNDING = 1 - 1e-9
 """Bounds and steps add the same numbers in other orders."""
 NEARBY = 24
@@ -194,7 +196,9 @@ class SearchResult:
     left_out: int
     """Shapes that cannot be simulated, or that there was no time for."""
     late: int = 0
-    """The latter alone."""
+    """The latter alone; those that cannot beat the plans that were found do not count."""
+    judged: int = 0
+    """Shapes of which a balance was found, or none that fits."""
 
     @property
     def gap(self) -> float:
@@ -212,6 +216,10 @@ class _QueuedShape:
     """What `lowest_bound` gave; None until the layers were examined."""
 
 
+_Entry = tuple[float, int, _QueuedShape]
+"""A bound of the shape's step, and a number that makes it unique."""
+
+
 def search(
     shapes: Iterable[PlanShape],
     costs_of: Callable[[PlanShape], LayerCosts],
@@ -227,7 +235,7 @@ def search(
 
     Steps longer than `worst_ms` are not worth finding. `least` plans are found however late it is.
     """
-    queue: list[tuple[float, int, _QueuedShape]] = []
+    queue: list[_Entry] = []
     left_out = 0
     for number, shape in enumerate(shapes):
         spec = shape.spec(cores)
@@ -238,35 +246,53 @@ def search(
             left_out += 1
     heapify(queue)
     plans: list[RankedPlan] = []
-    too_large, number, late = 0, len(queue), 0
+    too_large, number, late, judged = 0, len(queue), 0, 0
     # Best first: the smallest bound in the queue bounds everything that is left, so the search ends when that cannot
     # beat the last plan to keep.
     while queue and queue[0][0] <= worst_ms:
         if len(plans) >= keep and queue[0][0] >= plans[keep - 1].best.step_ms:
             break
-        if len(plans) >= least and time.monotonic() > deadline:
-            late = len(queue)
+        is_late = time.monotonic() > deadline
+        if is_late and len(plans) >= least:
+            worst_kept = plans[:keep][-1].best.step_ms if plans else inf
+            late = sum(bound < worst_kept for bound, *_ in queue)
             break
-        bound, _, queued = heappop(queue)
+        bound, _, queued = _next(queue, is_late=is_late)
         spec = queued.shape.spec(cores)
         if queued.fit is None or queued.start is None:
             fit = fit_of(queued.shape)
             start = lowest_bound(queued.costs, spec, fit)
             if start is None:
-                too_large += 1
+                too_large, judged = too_large + 1, judged + 1
             else:
                 number += 1
                 # Queued again with its tighter bound: most shapes are pruned by one of the two and never simulated.
                 heappush(queue, (max(bound, start[0]), number, replace(queued, fit=fit, start=start)))
             continue
-        best = best_balance(queued.costs, spec, queued.fit, queued.start, MAX_ACTIONS_PER_SHAPE, deadline)
+        now = time.monotonic()
+        until = now + SHARE_OF_SHAPE * max(0.0, deadline - now)
+        best = best_balance(queued.costs, spec, queued.fit, queued.start, MAX_ACTIONS_PER_SHAPE, until)
+        judged += 1
         plan = RankedPlan(replace(queued.shape, checkpoint=best.checkpoint), best)
         # A fitted shape whose partitions all recompute the same is also in the space under that mode.
         if all(plan.shape != other.shape for other in plans):
             plans.append(plan)
             plans.sort(key=lambda plan: plan.best.step_ms)
     bounds = [plan.best.lower_bound_ms for plan in plans] + [bound for bound, *_ in queue[:1]]
-    return SearchResult(plans[:keep], min(bounds, default=inf), too_large, left_out + late, late)
+    return SearchResult(
+        plans[:keep], min(bounds, default=inf), too_large, left_out + late, late=late, judged=judged
+    )
+
+
+def _next(queue: list[_Entry], *, is_late: bool) -> _Entry:
+    """The shape with the smallest bound; once it is late, of those that were examined, which become plans at once."""
+    examined = [entry for entry in queue if entry[-1].start is not None] if is_late else []
+    if not examined:
+        return heappop(queue)
+    first = min(examined)
+    queue.remove(first)
+    heapify(queue)
+    return first
 
 
 def lowest_bound(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple[float, Balance] | None:

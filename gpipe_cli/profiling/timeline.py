@@ -13,6 +13,7 @@ import math
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -164,6 +165,18 @@ class StepTimeline:
         workers = {span.worker for span in self.spans}
         busy = sum(_busy(span for span in self.spans if span.worker == worker) for worker in workers)
         return 1 - busy / (len(workers) * self.seconds)
+
+    @property
+    def lanes(self) -> list[list[int]]:
+        """The partitions of each device, in the order of their first ones; of slices that come and go, each alone."""
+        slices = any(span.phase in TRANSFERS for span in self.spans)
+        workers = {
+            span.action.partition: span.action.partition if slices else span.worker for span in self.spans
+        }
+        lanes: dict[int, list[int]] = defaultdict(list)
+        for partition in sorted(workers):
+            lanes[workers[partition]].append(partition)
+        return list(lanes.values())
 
     def partition(self, index: int) -> PartitionTime:
         own = [span for span in self.spans if span.action.partition == index]

@@ -3,14 +3,14 @@
     0 F0--F1--F2--F3--            R0--B0------
     1     F0--F1--F2--F3--B0------B1------
 
-One line per partition, time from left to right; on a terminal, every phase has its color.
+One line per device, named by its partitions, time from left to right; on a terminal, every phase has its color.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -33,31 +33,34 @@ MEASURED, IDEAL = 1, 2
 PROCESS_NAMES = {MEASURED: "gpipe", IDEAL: "gpipe, ideal"}
 
 
-def print_step_timeline(title: str, step: StepTimeline, partitions: int, longest: float) -> None:
+def print_step_timeline(title: str, step: StepTimeline, longest: float) -> None:
     """longest: the seconds that the whole width stands for, so that two pictures can be compared."""
     width = Console().width if sys.stdout.isatty() else PIPE_WIDTH
-    show(Text(title, style="bold"), *timeline_lines(step, partitions, width, longest))
+    show(Text(title, style="bold"), *timeline_lines(step, width, longest))
 
 
-def timeline_lines(step: StepTimeline, partitions: int, width: int, longest: float) -> list[Text]:
-    """One line per partition, at most `width` wide."""
-    names = [str(index).rjust(len(str(partitions - 1))) for index in range(partitions)]
-    cells = max(MIN_WIDTH, width - len(names[0]) - 1)
+def timeline_lines(step: StepTimeline, width: int, longest: float) -> list[Text]:
+    """One line per device, at most `width` wide."""
+    names = [",".join(map(str, lane)) for lane in step.lanes]
+    widest = max(map(len, names))
+    cells = max(MIN_WIDTH, width - widest - 1)
     lines = []
-    for index, name in enumerate(names):
-        own = [span for span in step.spans if span.action.partition == index and span.phase in DRAWN]
-        lines.append(Text(f"{name} ").append_text(_line(own, step.begin, cells / longest)))
+    for name, lane in zip(names, step.lanes, strict=True):
+        own = [span for span in step.spans if span.action.partition in lane and span.phase in DRAWN]
+        line = _line(own, lane, step.begin, cells / longest)
+        lines.append(Text(f"{name.rjust(widest)} ").append_text(line))
     return lines
 
 
-def _line(spans: Iterable[Span], origin: float, scale: float) -> Text:
-    """A span that is too short for a cell gives way to the next one."""
+def _line(spans: Iterable[Span], lane: Sequence[int], origin: float, scale: float) -> Text:
+    """A span that is too short for a cell gives way to the next one; those of every second partition are dim."""
     line = Text()
     for span in sorted(spans, key=lambda span: span.begin):
         begin, end = (round(scale * (moment - origin)) for moment in (span.begin, span.end))
         line.append(" " * max(0, begin - len(line)))
         room = end - len(line)
-        line.append(span.label.ljust(room, "-")[: max(0, room)], style=ACTIONS[span.phase].terminal)
+        style = ACTIONS[span.phase].terminal + (" dim" if lane.index(span.action.partition) % 2 else "")
+        line.append(span.label.ljust(room, "-")[: max(0, room)], style=style)
     return line
 
 
@@ -73,11 +76,17 @@ def trace_events(
     steps: Sequence[StepTimeline], rows: Sequence[str], process: int = MEASURED
 ) -> list[dict[str, Any]]:
     """Metadata events (`M`) with the names, then complete events (`X`) in microseconds since recording began."""
-    # Events of one row may not overlap, but accelerators copy while they compute: such copies get rows of their own.
-    copy_rows = len(rows) if any(_copies_beside(step.spans) for step in steps) else 0
-    names = [*rows, *(f"{row}, copies" for row in rows)] if copy_rows else rows
+    # A device has a row. Events of one row may not overlap, but accelerators copy while they compute: such copies get
+    # rows of their own.
+    lanes = steps[0].lanes
+    lane_of = {partition: row for row, lane in enumerate(lanes) for partition in lane}
+    copy_rows = len(lanes) if any(_copies_beside(step.spans) for step in steps) else 0
+    names = [", ".join(rows[partition] for partition in lane) for lane in lanes] if rows else []
+    names += [f"{name}, copies" for name in names] if copy_rows else []
     spans = (
-        event for number, step in enumerate(steps) for event in _complete_events(number, step, copy_rows)
+        event
+        for number, step in enumerate(steps)
+        for event in _complete_events(number, step, lane_of, copy_rows)
     )
     return [{**event, "pid": process} for event in (*_name_events(names, PROCESS_NAMES[process]), *spans)]
 
@@ -98,18 +107,21 @@ def _name_events(rows: Sequence[str], process_name: str) -> Iterator[dict[str, A
         yield {"ph": "M", "name": "thread_sort_index", "tid": index, "args": {"sort_index": index}}
 
 
-def _complete_events(number: int, step: StepTimeline, copy_rows: int) -> Iterator[dict[str, Any]]:
-    """copy_rows: how many rows further down the copies of a partition are."""
+def _complete_events(
+    number: int, step: StepTimeline, lane_of: Mapping[int, int], copy_rows: int
+) -> Iterator[dict[str, Any]]:
+    """copy_rows: how many rows further down the copies of a device are."""
     for span in sorted(step.spans, key=lambda span: span.begin):
         yield {
             "ph": "X",
             "name": span.label,
             "cat": span.phase,
-            "tid": span.action.partition + (copy_rows if span.phase == "copy" else 0),
+            "tid": lane_of[span.action.partition] + (copy_rows if span.phase == "copy" else 0),
             "ts": 1e6 * span.begin,
             "dur": 1e6 * (span.end - span.begin),
             "args": {
                 "step": number,
+                "lane": lane_of[span.action.partition],
                 "partition": span.action.partition,
                 "micro_batch": span.action.micro_batch,
                 "thread": span.worker,

@@ -256,3 +256,22 @@ def test_steps_that_are_too_long_to_matter_are_not_looked_for() -> None:
         raise AssertionError("it was examined")
 
     assert search(shapes, lambda shape: costs, forbidden, keep=1, worst_ms=5.0).plans == []
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_a_search_that_is_late_ends_at_once_and_counts_what_it_left(least: int) -> None:
+    """A model of 7 billion parameters was planned for 129 to 159 s with 60 s allowed."""
+    costs, examined = LayerCosts([1.0] * 24, [2.0] * 24), []
+    shapes = list(SearchSpace(24, [1, 2, 4], [1, 2, 4, 8]).shapes())
+
+    def fit_of(shape: PlanShape) -> MemoryFit:
+        examined.append(shape)
+        return MemoryFit({str(shape.checkpoint): None})
+
+    whole = search(shapes, lambda shape: costs, fit_of, keep=3)
+    assert whole.late == 0 and whole.judged >= 3
+    examined.clear()
+    late = search(shapes, lambda shape: costs, fit_of, keep=3, deadline=0.0, least=least)
+    assert len(late.plans) == len(examined) == late.judged == least
+    assert late.left_out >= late.late and (late.late == len(shapes)) == (least == 0)
+    assert late.lower_bound_ms <= whole.lower_bound_ms

@@ -12,6 +12,7 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.profiling.timeline import StepTimeline, run_steps
+from gpipe_cli.report.page.run_record import median_step
 from gpipe_cli.report.trace import (
     IDEAL,
     MEASURED,
@@ -42,7 +43,7 @@ STEP = StepTimeline(
 
 
 def test_every_piece_stands_at_its_time_under_its_label() -> None:
-    assert [line.plain for line in timeline_lines(STEP, 2, width=42, longest=2.0)] == [
+    assert [line.plain for line in timeline_lines(STEP, width=42, longest=2.0)] == [
         "0 F0------F1------    R0------B0----------",
         "1         F0------B0----------",
     ]
@@ -50,18 +51,46 @@ def test_every_piece_stands_at_its_time_under_its_label() -> None:
 
 @pytest.mark.parametrize("width", [1, 24, 37, 80, 200])
 def test_no_line_is_wider_than_it_may_be(width: int) -> None:
-    lines = timeline_lines(STEP, 2, width, longest=2.0)
+    lines = timeline_lines(STEP, width, longest=2.0)
     assert all(len(line) <= max(22, width) for line in lines)
     assert lines[0].plain.startswith("0 F0")
 
 
+def test_a_device_has_one_line_however_many_partitions_it_has() -> None:
+    """A plan with interleaved partitions was drawn with 16 lines instead of 4."""
+    spans = (
+        Span(Action(Kind.FORWARD, partition, 0), partition % 2, partition, partition + 1, "forward")
+        for partition in range(4)
+    )
+    step = StepTimeline(tuple(spans))
+    assert [line.plain for line in timeline_lines(step, width=24, longest=4.0)] == [
+        "0,2 F0---     F0---",
+        "1,3      F0---     F0---",
+    ]
+    rows = [f"partition {index}" for index in range(4)]
+    events = trace_events([step], rows)
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names == ["partition 0, partition 2", "partition 1, partition 3"]
+    assert [event["tid"] for event in events if event["ph"] == "X"] == [0, 1, 0, 1]
+    drawn = median_step(events, MEASURED, 0.5)
+    assert drawn is not None and drawn.lanes == [[0, 2], [1, 3]]
+
+
+def test_slices_that_come_and_go_keep_a_line_each() -> None:
+    spans = [
+        Span(Action(Kind.FORWARD, 0, 0), 7, 0, 1, "load"),
+        Span(Action(Kind.FORWARD, 1, 0), 7, 1, 2, "load"),
+    ]
+    assert StepTimeline(tuple(spans)).lanes == [[0], [1]]
+
+
 def test_two_pictures_share_a_scale() -> None:
-    (line, _) = timeline_lines(STEP, 2, width=42, longest=4.0)
+    (line, _) = timeline_lines(STEP, width=42, longest=4.0)
     assert line.plain == "0 F0--F1--  R0--B0----"
 
 
 def test_in_a_pipe_it_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
-    print_step_timeline("measured", STEP, 2, longest=2.0)
+    print_step_timeline("measured", STEP, longest=2.0)
     title, first, second = capsys.readouterr().out.splitlines()
     assert title == "measured" and first.startswith("0 F0-") and second.startswith("1  ")
     assert first.isascii() and "\x1b" not in first

@@ -174,8 +174,13 @@ class TimelineDrawing:
 
     @cached_property
     def width(self) -> int:
-        counts = (Counter(bar.partition for bar in timeline.bars) for timeline in self.timelines.values())
+        counts = (Counter(bar.lane for bar in timeline.bars) for timeline in self.timelines.values())
         return max(self.min_width, self.min_bar_width * max(max(count.values()) for count in counts))
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether a device has several partitions."""
+        return any(len(lane) > 1 for timeline in self.timelines.values() for lane in timeline.lanes)
 
     @cached_property
     def phases(self) -> list[str]:

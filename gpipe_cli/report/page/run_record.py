@@ -155,6 +155,8 @@ class TimelineBar:
 
     label: str
     phase: str
+    lane: int
+    """The row of its device."""
     partition: int
     micro_batch: int
     begin: float
@@ -173,8 +175,12 @@ class TimelineRecord:
         return max(bar.begin + bar.milliseconds for bar in self.bars)
 
     @property
-    def partitions(self) -> int:
-        return 1 + max(bar.partition for bar in self.bars)
+    def lanes(self) -> list[list[int]]:
+        """The partitions of each row."""
+        held: dict[int, set[int]] = defaultdict(set)
+        for bar in self.bars:
+            held[bar.lane].add(bar.partition)
+        return [sorted(held[lane]) for lane in range(1 + max(held))]
 
 
 @final
@@ -407,7 +413,7 @@ def median_step(
     for bars in steps.values():
         origin = min(bar.begin for bar in bars)
         moved = (replace(bar, begin=bar.begin - origin) for bar in bars)
-        ordered = sorted(moved, key=lambda bar: (bar.partition, bar.begin))
+        ordered = sorted(moved, key=lambda bar: (bar.lane, bar.begin))
         timelines.append(TimelineRecord(tuple(ordered), bubble))
     if not timelines:
         return None
@@ -424,7 +430,10 @@ def _bar(event: Mapping[str, Any]) -> TimelineBar | None:
     if partition is None or micro_batch is None or begin is None or duration is None or duration < 0:
         return None
     label, phase = as_text(event.get("name")), as_text(event.get("cat"))
-    return TimelineBar(label, phase, partition, micro_batch, begin / 1000, duration / 1000)
+    # Traces of earlier versions have a row for each partition.
+    lane = as_int(arguments.get("lane"), MAX_PARTITIONS - 1)
+    lane = partition if lane is None else lane
+    return TimelineBar(label, phase, lane, partition, micro_batch, begin / 1000, duration / 1000)
 
 
 def _commands(launch: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, ...]:
