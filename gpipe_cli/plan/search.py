@@ -235,18 +235,11 @@ def search(
 
     Steps longer than `worst_ms` are not worth finding. `least` plans are found however late it is.
     """
-    queue: list[_Entry] = []
-    left_out = 0
-    for number, shape in enumerate(shapes):
-        spec = shape.spec(cores)
-        if can_simulate(spec):
-            costs = costs_of(shape)
-            queue.append((least_step(costs, spec), number, _QueuedShape(shape, costs)))
-        else:
-            left_out += 1
-    heapify(queue)
+    all_shapes = list(shapes)
+    queue = _queue(all_shapes, costs_of, cores)
+    left_out = len(all_shapes) - len(queue)
     plans: list[RankedPlan] = []
-    too_large, number, late, judged = 0, len(queue), 0, 0
+    too_large, number, late, judged = 0, len(all_shapes), 0, 0
     # Best first: the smallest bound in the queue bounds everything that is left, so the search ends when that cannot
     # beat the last plan to keep.
     while queue and queue[0][0] <= worst_ms:
@@ -282,6 +275,20 @@ def search(
     return SearchResult(
         plans[:keep], min(bounds, default=inf), too_large, left_out + late, late=late, judged=judged
     )
+
+
+def _queue(
+    shapes: Iterable[PlanShape], costs_of: Callable[[PlanShape], LayerCosts], cores: int | None
+) -> list[_Entry]:
+    """The shapes that can be simulated, as a heap."""
+    queue: list[_Entry] = []
+    for number, shape in enumerate(shapes):
+        spec = shape.spec(cores)
+        if can_simulate(spec):
+            costs = costs_of(shape)
+            queue.append((least_step(costs, spec), number, _QueuedShape(shape, costs)))
+    heapify(queue)
+    return queue
 
 
 def _next(queue: list[_Entry], *, is_late: bool) -> _Entry:
