@@ -38,6 +38,8 @@ EXAMPLES = [
     TOP / "examples" / "your_own_data" / "mydata.py",
     TOP / "examples" / "your_own_data" / "sentences.py",
     TOP / "examples" / "your_own_parts" / "myparts.py",
+    TOP / "examples" / "nanogpt" / "nanogpt.py",
+    TOP / "examples" / "nanogpt" / "pipelined.py",
 ]
 RUN = "<the run's directory>"
 EXISTING_RUNS = (
@@ -54,8 +56,9 @@ PREDICTION = DOCS / "how-to" / "prediction.md"
 TUTORIAL = DOCS / "get-started" / "first-model.md"
 COMPLETE = [TOP / "README.md", *sorted((DOCS / "coming-from").glob("*.md"))]
 """Pages whose Python is a program."""
-IN_ORDER = (FINE_TUNING, FREEZING, PREDICTION, TUTORIAL)
-"""Their commands build on each other: test_fine_tuning.py, test_prediction_page.py and a test below run them."""
+NANOGPT = DOCS / "coming-from" / "nanogpt.md"
+IN_ORDER = (FINE_TUNING, FREEZING, PREDICTION, TUTORIAL, NANOGPT)
+"""Their commands build on each other: test_fine_tuning.py, test_prediction_page.py and tests below run them."""
 LONG = (
     "gpipe train model=resnet101 chunks=8",
     "gpipe train -m chunks=2,4,8",
@@ -203,6 +206,26 @@ def test_the_tutorial_holds_from_the_first_command_to_the_exported_model(
     (block,) = re.findall(r"```python\n(.*?)```", text_of(TUTORIAL), flags=re.DOTALL)
     (tmp_path / "load.py").write_text(block, encoding="utf-8")
     subprocess.run([sys.executable, "load.py"], cwd=tmp_path, check=True)
+
+
+@pytest.mark.slow
+def test_a_model_like_nanogpt_trains_unchanged_and_gets_its_weights_back(
+    gpipe: Gpipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, model, pipelined = EXAMPLES
+    (shown,) = re.findall(r"```py\n(.*?)```", text_of(NANOGPT), flags=re.DOTALL)
+    assert text_of(pipelined).endswith(shown)
+    for example in (model, pipelined):
+        shutil.copy(example, tmp_path)
+    dry_run, train, generate, export = commands(NANOGPT)
+    assert "lm_head" in run_as_printed(gpipe, dry_run)
+    run_as_printed(gpipe, train.replace("steps=200", "steps=2").replace("eval.batches=20", "eval.batches=1"))
+    run_as_printed(gpipe, generate.replace("tokens=50", "tokens=2"))
+    run_as_printed(gpipe, export)
+    monkeypatch.syspath_prepend(tmp_path)
+    original = runpy.run_path("nanogpt.py")
+    gpt = original["GPT"](original["GPTConfig"](32, 256, n_layer=2, n_head=6, n_embd=48))
+    gpt.load_state_dict(load_file("gpt.safetensors"))
 
 
 @pytest.mark.parametrize("name", GENERATED)
