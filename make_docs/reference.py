@@ -26,6 +26,7 @@ keys of your choice, and `gpipe train --help <word>` only what matches a word. `
 `gpipe train --cfg job` prints the whole configuration.
 
 A key that does not exist is an error. So is a key that you set although the chosen engine does not use it."""
+MODEL_COMMANDS = [command for command in SCHEMAS if "model" in config_keys(command)]
 ENVIRONMENT = {
     "XDG_CACHE_HOME": "gpipe caches layer times in `$XDG_CACHE_HOME/gpipe`, by default `~/.cache/gpipe`",
     "NO_COLOR": "turns colors off",
@@ -51,6 +52,7 @@ def keys_page() -> str:
     parts = [
         GENERATED,
         INTRODUCTION,
+        f"The **model commands** are {', '.join(MODEL_COMMANDS[:-1])} and {MODEL_COMMANDS[-1]}.",
         "## Groups",
         _groups_table(),
         "## Keys of the commands",
@@ -91,8 +93,18 @@ def _groups_table() -> str:
     return table(["group", "default", "commands", "meaning"], rows)
 
 
-def _users(commands: list[str]) -> str:
-    return "all" if commands == list(SCHEMAS) else ", ".join(commands)
+def _users(commands: Iterable[str]) -> str:
+    """Name the commands, most of which are often the ones that have a model."""
+    named = list(commands)
+    missing = [command for command in MODEL_COMMANDS if command not in named]
+    if set(named) >= set(SCHEMAS) or len(missing) > 2:
+        return "all" if set(named) >= set(SCHEMAS) else ", ".join(named)
+    others = ", ".join(command for command in named if command not in MODEL_COMMANDS)
+    return (
+        "model commands"
+        + (f" but {', '.join(missing)}" if missing else "")
+        + (f", {others}" if others else "")
+    )
 
 
 def _defaults(group: str, commands: list[str]) -> str:
@@ -103,7 +115,7 @@ def _defaults(group: str, commands: list[str]) -> str:
     by_option: dict[str, list[str]] = {}
     for command, option in chosen.items():
         by_option.setdefault(option, []).append(command)
-    return "; ".join(f"{code(option)} ({', '.join(users)})" for option, users in by_option.items())
+    return "; ".join(f"{code(option)} ({_users(users)})" for option, users in by_option.items())
 
 
 def group_page(group: str) -> str:
@@ -159,9 +171,9 @@ def recipes_page() -> str:
     parts = [
         GENERATED,
         "# Recipes",
-        f"Complete runs for `gpipe {takers}`: `recipe=<name>`. Copy one with `gpipe cp recipe/<name> <file>`. Those "
-        "for two CPU cores are tested. Those for 8 GPUs are torchgpipe's benchmarks, with the figures that torchgpipe "
-        "published; we have not run them. `recipe.scale=small` trains them at a size for two CPU cores: it is tested.",
+        f"Complete runs for `gpipe {takers}`: `recipe=<name>`. Copy one with `gpipe cp recipe/<name> <file>`. Tests "
+        "run the recipes for two CPU cores. The recipes for 8 GPUs are torchgpipe's benchmarks, with the figures that "
+        "torchgpipe published. We have run them only with `recipe.scale=small`, a size for two CPU cores.",
         table(
             ["recipe", "what it is"],
             [[code(recipe.name), recipe.description] for recipe in list_options("recipes")],
@@ -174,7 +186,8 @@ def commands_page() -> str:
     parts = [
         GENERATED,
         "# Commands",
-        "`gpipe <command> [key=value ...] [flags]`. Results go to stdout, progress and errors to stderr.",
+        "`gpipe <command> [key=value ...] [flags]`. Results go to stdout, progress and errors to stderr. "
+        "[Keys](keys.md) lists the keys of each command, and which are model commands.",
         table(
             ["command", "what it does"],
             [[f"[`gpipe {name}`](#gpipe-{name})", about(name).description] for name in COMMANDS],
@@ -201,15 +214,14 @@ def commands_page() -> str:
 
 def _takers(flag: Flag) -> str:
     if set(flag.commands) >= set(SCHEMAS):
-        return "those with [keys](keys.md)"
-    return ", ".join(name for name in COMMANDS if name in flag.commands) or "all"
+        return "all with [keys](keys.md)"
+    return _users([name for name in COMMANDS if name in flag.commands]) if flag.commands else "all"
 
 
 def _command(name: str) -> list[str]:
     command = about(name)
-    more = ["See [Keys](keys.md) for its keys."] if name in SCHEMAS else []
     examples = "\n".join(["```sh", *command.notes("example"), "```"])
-    return [f"## gpipe {name}", f"{code(command.notes('usage')[0])}: {command.description}.", *more, examples]
+    return [f"## gpipe {name}", f"{code(command.notes('usage')[0])}: {command.description}.", examples]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
