@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, final, get_args, get_type_hints
@@ -244,26 +244,28 @@ def settings_of(tree: DictConfig, command: str, words: Sequence[str]) -> Command
 
 
 def typed(tree: DictConfig, command: str) -> CommandConfig:
-    """The command's dataclass from a tree, which must have each of its keys and no other."""
+    """The command's dataclass from a tree, which must have each of its keys and no other.
+
+    A group of keys may lack some: a run of an earlier version has none that are newer.
+    """
     _hide_environment_values()
     check_references(OmegaConf.to_container(tree))
     plain: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     check_numbers(plain)
+    for removed in (name for name in SCHEMAS[command].__dataclass_fields__ if name not in plain):
+        raise ConfigError(f"'{removed}' was removed, but it is required")
     settings = _filled(SCHEMAS[command], plain, command)
     assert isinstance(settings, CommandConfig)
     return settings
 
 
 def _filled(kind: Any, plain: Mapping[str, Any], command: str, above: str = "") -> Any:
-    """A class of the schema with the values of its keys; above: the path to them, `log.` for those of LogConfig."""
-    hints, names = _type_hints(kind), [each.name for each in fields(kind)]
-    for key in (f"{above}{name}" for name in plain if name not in names):
-        raise ConfigError(f"unknown key '{key}'; {hint_for_unknown(key, command)}")
-    for key in (f"{above}{name}" for name in names if name not in plain):
-        raise ConfigError(f"'{key}' was removed, but it is required")
-    values = {}
-    for name in names:
-        key, value = f"{above}{name}", plain[name]
+    """A class of the schema with these values; above: the path to its keys, `log.` for those of LogConfig."""
+    hints, values = _type_hints(kind), {}
+    for name, value in plain.items():
+        key = f"{above}{name}"
+        if name not in kind.__dataclass_fields__:
+            raise ConfigError(f"unknown key '{key}'; {hint_for_unknown(key, command)}")
         if not is_dataclass(hints[name]):
             values[name] = _converted(value, hints[name], key)
         elif isinstance(value, Mapping):
@@ -425,7 +427,9 @@ def _describe(error: Exception, command: str) -> str:
     text = _first_line(cause)
     if isinstance(cause, MissingMandatoryValue):
         return f"{about}: must be given"
-    if any(part in text for part in ("ListConfig", "invalid literal for int", "list indices")):
+    if any(
+        part in text for part in ("ListConfig", "container types", "invalid literal for int", "list indices")
+    ):
         return f"{about}: expected a list in brackets, set as a whole"
     return f"{about}: {text[0].lower()}{text[1:]}"
 

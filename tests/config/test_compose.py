@@ -200,6 +200,25 @@ def test_no_key_is_lost_between_yaml_and_the_typed_object(command: str) -> None:
     assert set(plain) == set(SCHEMAS[command].__dataclass_fields__)
 
 
+def test_a_run_of_an_earlier_version_has_the_defaults_of_newer_keys() -> None:
+    tree = compose_tree(Request("train"))
+    del tree.log.predictions
+    read = settings_of(tree, "train", ())
+    assert isinstance(read, TrainConfig) and read.log.predictions is False
+    del tree.log
+    with pytest.raises(ConfigError, match="'log' was removed, but it is required"):
+        settings_of(tree, "train", ())
+
+
+def test_a_number_may_stand_for_text_and_text_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", "7")
+    made = settings("run_dir=2024", "steps=${oc.env:STEPS}", "plan.budget=5", "plan=auto")
+    assert (made.run_dir, made.steps, made.plan.budget) == ("2024", 7, 5.0)
+    assert isinstance(made.plan.budget, float)
+    with pytest.raises(ConfigError, match=r"^freeze\[0\]=\['a'\]: expected text$"):
+        settings("freeze=[[a]]")
+
+
 def test_a_word_of_a_sweep_stands_for_one_word_per_value() -> None:
     words = (
         "+chunks=1,2",
