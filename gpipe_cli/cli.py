@@ -105,6 +105,7 @@ def _dispatch(arguments: list[str], leave: Callable[[BaseException], NoReturn]) 
 def _configured(request: Request, leave: Callable[[BaseException], NoReturn]) -> int:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
     activity.now("reading the configuration")
+    from gpipe_cli.config.checks import check_files
     from gpipe_cli.config.compose import compose, print_config
     from gpipe_cli.jobs import import_torch, run_job
     from gpipe_cli.sweep import ask_hydra, run_sweep, run_with_hydra
@@ -121,6 +122,7 @@ def _configured(request: Request, leave: Callable[[BaseException], NoReturn]) ->
         return run_sweep(request, began)
     with stop_immediately():
         job = replace(compose(request), began=began)
+        check_files(job.settings)
     with leave_immediately(leave):
         import_torch(request.command)
     by_hydra = request.command in SWEPT and any(map(sets_hydra, request.words))

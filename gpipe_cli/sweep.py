@@ -41,6 +41,7 @@ from hydra.conf import HydraConf, JobConf, RunDir, SweepDir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_cli.config.checks import check_files
 from gpipe_cli.config.compose import compose, config_errors, prepared, sweep_words
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig
@@ -281,6 +282,8 @@ def _judged(request: Request) -> _Sweep:
     jobs = list(product(*values)) if math.prod(map(len, values)) <= MAX_JUDGED else _each_value(values)
     with stop_immediately():
         configs = [compose(replace(request, words=(*job, *hydra_words))) for job in jobs]
+        for config in configs:
+            check_files(config.settings)
         _store(configs[0])
         with config_errors(request.command), initialize(None, request.command, **VERSION):
             node = hydra.compose(PRIMARY, hydra_words, return_hydra_config=True).hydra

@@ -76,14 +76,21 @@ def gpipe(*words: str, cwd: Path | None = None, **variables: str) -> subprocess.
 
 
 @pytest.mark.parametrize(
-    ("lines", "not_imported"),
+    ("lines", "not_imported", "codes"),
     [
-        (["--help", "ls", "ls models", "--version", "train --help"], {"torch", "hydra", "omegaconf", "rich"}),
-        (["train --cfg job", "trian"], {"torch", "torchvision"}),
+        (
+            ["--help", "ls", "ls models", "--version", "train --help"],
+            {"torch", "hydra", "omegaconf", "rich"},
+            0,
+        ),
+        (["train --cfg job", "trian"], {"torch", "torchvision"}, 2),
+        (["train resume=nowhere", "train model.weights=nowhere.pth", "eval run=nowhere"], {"torch"}, 12),
+        (["train data=text data.path=nowhere", "train -m data=image_folder data.root=a,b"], {"torch"}, 6),
+        (["train model=hf model.path=nowhere data=text", "predict run=. input=nowhere"], {"torch"}, 5),
     ],
-    ids=["help and lists", "configurations and mistakes"],
+    ids=["help and lists", "configurations and mistakes", "missing runs", "missing data", "missing models"],
 )
-def test_what_must_be_quick_imports_little(lines: list[str], not_imported: set[str]) -> None:
+def test_what_must_be_quick_imports_little(lines: list[str], not_imported: set[str], codes: int) -> None:
     look = (
         "import sys; from gpipe_cli.cli import main; codes = [main(line.split()) for line in sys.argv[1:]];"
         f"sys.exit(99 if {not_imported} & sys.modules.keys() else sum(codes))"
@@ -91,7 +98,7 @@ def test_what_must_be_quick_imports_little(lines: list[str], not_imported: set[s
     done = subprocess.run(
         [sys.executable, "-c", look, *lines], capture_output=True, env=environment(), timeout=60, check=False
     )
-    assert done.returncode == (2 if "trian" in lines else 0)
+    assert done.returncode == codes, done.stderr
 
 
 @pytest.mark.parametrize(

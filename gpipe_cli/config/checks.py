@@ -6,7 +6,9 @@ the model (its number of layers) or the machine (its devices) happen where these
 
 from __future__ import annotations
 
+import glob
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +18,7 @@ from gpipe_cli.config import schema
 from gpipe_cli.config.keys import list_options
 from gpipe_cli.config.targets import add_current_folder, is_trusted
 from gpipe_cli.config.words import ANY_CHARACTER
-from gpipe_cli.errors import ConfigError, RunError, or_list
+from gpipe_cli.errors import ConfigError, DataError, GpipeError, RunError, or_list
 from gpipe_cli.report.formatting import hidden_character, no_hidden
 from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.action import MODES
@@ -46,6 +48,28 @@ MAX_SEED = 2**63 - 1
 PROCESSES = "gpipe_cli.engines.processes.build"
 WITHOUT_FILES = {*schema.COMPONENT_GROUPS} - {"model", "data"}
 """Components that read no files."""
+
+
+IMAGE_FOLDER = "gpipe_cli.data.image_folder."
+NO_DIRECTORY, NO_FILE = "no such directory", "no such file"
+MISSING: Mapping[str, tuple[type[GpipeError], str]] = {
+    "resume": (RunError, NO_DIRECTORY),
+    "weights": (RunError, NO_FILE),
+    "input": (DataError, "no such file or folder"),
+    "model.path": (
+        ConfigError,
+        f"{NO_DIRECTORY}; gpipe downloads nothing: give a local directory with config.json and safetensors files",
+    ),
+    "model.weights": (RunError, NO_FILE),
+    "data.path": (DataError, "cannot be read: no such file or directory"),
+    "data.root": (DataError, "is no folder; put a folder of images per class there"),
+    "data.tokenizer": (
+        ConfigError,
+        "no such file or directory; gpipe downloads nothing, give a local tokenizer.json or its directory",
+    ),
+    "schedule.path": (ConfigError, NO_FILE),
+}
+"""What gpipe's own components read, and how to say that it is not there."""
 
 
 def _number(value: object) -> float:
@@ -108,7 +132,20 @@ def check(settings: schema.CommandConfig) -> None:
         raise ConfigError("; ".join(problems))
     for key in ("run", "snapshot"):
         if isinstance(folder := flat.get(key), str) and not Path(folder).is_dir():
-            raise RunError(f"{key}={folder}: no such directory")
+            raise RunError(f"{key}={folder}: {NO_DIRECTORY}")
+
+
+def check_files(settings: schema.CommandConfig) -> None:
+    """Raise the error for the first file or folder that is not there: the one who reads it needs torch for that."""
+    flat = dict(flatten(asdict(settings), inner=True))
+    for key, (error, problem) in MISSING.items():
+        group, value = key.partition(".")[0], flat.get(key)
+        target = flat.get(f"{group}._target_", "gpipe_cli.")
+        is_known = target.startswith(IMAGE_FOLDER if key == "data.root" else "gpipe_cli.")
+        if not isinstance(value, str) or not is_known or (key, value) == ("resume", "auto"):
+            continue
+        if not os.path.lexists(value) and not glob.glob(value, recursive=True):  # noqa: PTH207 - any pattern
+            raise error(f"{key}={value}: {problem}")
 
 
 def check_numbers(plain: Mapping[Any, Any]) -> None:

@@ -252,7 +252,7 @@ def test_a_run_on_a_table_says_that_tables_were_removed(gpipe: Gpipe, trained: P
     config.write_text(text.replace("gpipe_cli.data.images.build_digits", "gpipe_cli.data.csv_table.build"))
     spec = tmp_path / "old/inference.json"
     spec.write_text(json.dumps({**json.loads(spec.read_text()), "feature_names": ["width", "height"]}))
-    for words in (["train", "resume=old"], ["eval", "run=old"], ["predict", "run=old", "input=a.csv"]):
+    for words in (["train", "resume=old"], ["eval", "run=old"], ["predict", "run=old", "input=old"]):
         answer = gpipe(*words)
         assert answer.code == 2 and answer.err.count("\n") == 1, answer.err
         assert "data=csv and predictions for tables were removed from gpipe; read the rows" in answer.err
