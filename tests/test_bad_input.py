@@ -57,7 +57,7 @@ JUDGED = """
 2 train engine=offload schedule=1f1b => schedule: has no effect with engine=offload; remove it
 2 profile timeline=true engine=offload partitions=2 => partitions: has no effect with engine=offload
 2 train steps=0 => steps=0: must be at least 1
-2 train balance=[4,6] => balance=manual balance.layers=[4,6]
+2 train balance=[4,6] => balance=manual 'balance.layers=[4,6]'
 2 train balance=manual => balance.layers: must be given
 2 train balance=manual balance.layers=[4,4] => covers 8 layers, the model has 10
 2 train partitions=11 => partitions=11: the model has only 10 layers
@@ -93,11 +93,11 @@ JUDGED = """
 2 train model=${seed} => model=${seed}: choose an option by its name;
 2 train logger=null => logger=null: choose an option by its name;
 2 train optimizer=[sgd] => optimizer=[sgd]: choose an option by its name;
-2 train optimizer.groups.a=1 => optimizer.groups is a list; set it as a whole, optimizer.groups=[...]
-2 train optimizer.groups.a.b.c=1 => optimizer.groups is a list; set it as a whole, optimizer.groups=[...]
-2 train optimizer.betas.x=1 => optimizer.betas is a list; set it as a whole, optimizer.betas=[...]
-2 train freeze.a.b=1 => freeze is a list; set it as a whole, freeze=[...]
-2 train ++allow.a.b=1 => allow is a list; set it as a whole, allow=[...]
+2 train optimizer.groups.a=1 => optimizer.groups is a list; set it as a whole, 'optimizer.groups=[...]'
+2 train optimizer.groups.a.b.c=1 => optimizer.groups is a list; set it as a whole, 'optimizer.groups=[...]'
+2 train optimizer.betas.x=1 => optimizer.betas is a list; set it as a whole, 'optimizer.betas=[...]'
+2 train freeze.a.b=1 => freeze is a list; set it as a whole, 'freeze=[...]'
+2 train ++allow.a.b=1 => allow is a list; set it as a whole, 'allow=[...]'
 2 train model=mlp snapshot.monitor=top2 => snapshot.monitor=top2: this run does not measure it; choose
 2 train model=gpt snapshot.monitor=top1 steps=1 => choose one of: bits_per_token, loss, token_accuracy
 2 train plan.verify_budget=5 => unknown key 'plan.verify_budget'; did you mean 'plan.budget'?
@@ -379,7 +379,7 @@ COMMAND_LINES = """
     /tests/support/broken_models.py:37 `if value.sum() > 0:`: it needs the values of tensors that the
     model computes (Tensor.item() cannot be called on meta tensors); move that code into a submodule,
     which may then stay whole, or list the layers in the order in which they run, in the form
-    model.layers=[stem,gate,pool,head]
+    'model.layers=[stem,gate,pool,head]'
 2 train BROKEN.traceable model.layers=[stem,gate,pool,head] =>
     layer 'head' (Linear) does not take 2x4x2x2: mat1 and mat2 shapes cannot be multiplied (16x2 and
     16x10); model.layers must name everything that its forward does, in order

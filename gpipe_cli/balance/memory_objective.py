@@ -136,7 +136,7 @@ class MemoryObjective:
         assert best is not None and self.limit is not None, "only a limit refuses"
         enough = format_bytes(best.largest * self._spec.partitions_per_device)
         given = f"device_memory={format_bytes(self.limit)}"
-        command = f"balance=manual balance.layers={str(best.balance).replace(' ', '')}"
+        command = f"balance=manual 'balance.layers={str(best.balance).replace(' ', '')}'"
         if balance is None:
             return ConfigError(
                 f"{given}: no balance of {len(best.balance)} partitions fits; the smallest limit that works is "

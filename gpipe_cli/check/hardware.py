@@ -239,7 +239,7 @@ def judge_pairs(
         Verdict.PROBLEM: _changed(links),
         Verdict.NOTE: (
             "copies seem to go through the host: see which devices share a switch or NVLink (nvidia-smi topo -m), "
-            "order devices=[...] so that neighbors do, and check that PCIe access control (ACS) is off"
+            "order 'devices=[...]' so that neighbors do, and check that PCIe access control (ACS) is off"
         ),
     }
     figures = {"links": [link.figures() for link in links]}

@@ -217,7 +217,7 @@ def _schedule(flat: Mapping[str, Any]) -> str | None:
         return None
     if not is_trusted(f"{name}.", allow):  # an allowed package may itself be the schedule
         root = name.partition(".")[0]
-        yours = f"; for a package you trust add allow=[{root}] to the command line" if "." in name else ""
+        yours = f"; for a package you trust add 'allow=[{root}]' to the command line" if "." in name else ""
         return f"schedule.name={name}: {or_list(name, shipped)}{yours}"
     add_current_folder(allow)
     try:

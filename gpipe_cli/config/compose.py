@@ -317,8 +317,8 @@ def _allowed(settings: ModelConfig, words: Sequence[str]) -> list[str]:
     if untrusted := [package for package in settings.allow if package not in trusted]:
         names = ",".join(untrusted)
         raise ConfigError(
-            f"add allow=[{names}] to the command line, or set {ALLOW_VARIABLE}={names}, if you trust this code; allow "
-            "may only be given on the command line, not in a file"
+            f"add 'allow=[{names}]' to the command line, or set {ALLOW_VARIABLE}={names}, if you trust this code; "
+            "allow may only be given on the command line, not in a file"
         )
     return list(dict.fromkeys((*settings.allow, *environment)))
 

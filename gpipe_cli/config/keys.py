@@ -317,7 +317,7 @@ def _check_key(command: str, word: str) -> None:
         raise ConfigError(f"{key}: has no effect on gpipe {command}; remove it")
     for above, row in known_keys(command).items():
         if key.startswith(f"{above}.") and (row.type == "list" or row.default.startswith("[")):
-            raise ConfigError(f"{word}: {above} is a list; set it as a whole, {above}=[...]")
+            raise ConfigError(f"{word}: {above} is a list; set it as a whole, '{above}=[...]'")
     members = [name for name in own if name.startswith(f"{key}.")]
     # Components have keys of their own, and the value of a key without a type may be a mapping.
     is_open = group in own and (group in COMPONENT_GROUPS or own[group].type == "")
@@ -335,5 +335,5 @@ def check_option(group: str, value: object, given: str) -> None:
         return
     hint = or_list("", [option.name for option in list_options(group)])
     if group == "balance" and str(value).startswith("["):
-        hint = f"balance=manual balance.layers={str(value).replace(' ', '')}"
+        hint = f"balance=manual 'balance.layers={str(value).replace(' ', '')}'"
     raise ConfigError(f"{given}: choose an option by its name; {hint}")

@@ -186,7 +186,7 @@ def _refusal(given: str, group: str, target: str) -> str:
     """Why the target is refused, and what to type to allow it."""
     root = target.partition(".")[0]
     if root not in SHIPPED:
-        return f"add allow=[{root}] to the command line if you trust {root}; {given}not allowed here"
+        return f"add 'allow=[{root}]' to the command line if you trust {root}; {given}not allowed here"
     accepted = ", ".join([*LIBRARIES.get(group, ())[:1], *sorted(own_targets(group))])
     suggestion = did_you_mean(target, own_targets(group))
     return "; ".join(filter(None, (f"{given}not allowed here", f"{group} accepts {accepted}", suggestion)))

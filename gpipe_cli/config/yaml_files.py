@@ -401,4 +401,4 @@ def _existing(name: str) -> Path:
 def _is_about(message: str, key: str) -> bool:
     """Whether an error message begins with the key; that of an option is not about the keys below it."""
     end = r"(?![\w.])" if key in GROUPS else r"(?!\w)"
-    return re.match(rf"(unknown key '|add allow=[^;]*; )?\+*{re.escape(key)}{end}", message) is not None
+    return re.match(rf"(unknown key '|add 'allow=[^;]*; )?\+*{re.escape(key)}{end}", message) is not None

@@ -6,6 +6,7 @@ change that would shorten the step most names the limit.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite
@@ -124,7 +125,7 @@ class Prediction:
     def overrides(self) -> str:
         """The arguments for `gpipe train`."""
         batch_size = self._batch_size_override
-        devices = f" devices=[{','.join(self.devices)}]" if self.devices else ""
+        devices = f" 'devices=[{','.join(self.devices)}]'" if self.devices else ""
         if self.is_plain:
             return f"{batch_size}engine=single chunks={self.shape.chunks}{devices}"
         if self.engine_memory is not None:
@@ -152,13 +153,10 @@ class Prediction:
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else f"[{','.join(self.checkpoint)}]"
         # Training searches for the order again, and must keep to the same limit.
         is_searched = isinstance(self.shape.schedule, FixedOrder)
-        memory = (
-            f" device_memory={exact_bytes(self.device_memory)}" if is_searched and self.device_memory else ""
-        )
-        return (
-            f"balance=manual balance.layers=[{layers}] chunks={self.shape.chunks} "
-            f"schedule={self.shape.schedule_name} checkpoint={checkpoint}{memory}"
-        )
+        memory = is_searched and self.device_memory
+        words = ["balance=manual", f"balance.layers=[{layers}]", f"chunks={self.shape.chunks}"]
+        words += [f"schedule={self.shape.schedule_name}", f"checkpoint={checkpoint}"]
+        return shlex.join([*words, *([f"device_memory={exact_bytes(memory)}"] if memory else [])])
 
     def slower_than(self, other: Prediction) -> float:
         """How many times as long a sample takes: as measured if both are, else as predicted."""

@@ -106,7 +106,7 @@ def test_partitions_that_share_a_device_share_its_limit() -> None:
 def test_a_refusal_names_what_is_needed_and_the_balance_that_needs_least() -> None:
     made = [LayerMemory({index: 2**20}, input=0, saved={}) for index in range(3)]
     memory = MemoryObjective(made, PipelineSpec("gpipe", 2, 1), limit=2**20)
-    paste = r"the smallest limit that works is 2MiB, with balance=manual balance.layers=\[\d,\d\]"
+    paste = r"the smallest limit that works is 2MiB, with balance=manual 'balance.layers=\[\d,\d\]'"
     with pytest.raises(ConfigError, match=rf"device_memory=1MiB: no balance of 2 partitions .*{paste}"):
         BalanceResult.by([1, 1, 1], 2, "layers", memory)
     assert "balance [1, 2] needs 2MiB" in str(memory.refusal([1, 2]))

@@ -87,7 +87,7 @@ def test_a_saved_config_cannot_allow_its_own_packages(tiny: Gpipe, tiny_run: Pat
     answer = tiny("eval", "run=run")
     assert answer.code == 2
     assert answer.err.startswith(
-        "gpipe: error: add allow=[tiny_for_tests] to the command line, or set GPIPE_ALLOW="
+        "gpipe: error: add 'allow=[tiny_for_tests]' to the command line, or set GPIPE_ALLOW="
     )
 
 

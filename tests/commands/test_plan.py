@@ -161,7 +161,7 @@ def test_training_uses_and_saves_the_best_plan_with_the_bits_of_a_run_without_pl
         ("devices=[cpu,cpu] partitions=2 chunks=1", "no plan is possible with devices=[cpu,cpu]"),
         ("device=a100 devices=2 schedule=zero_bubble chunks=1", "no plan is possible with devices=2"),
         ("devices=[a100,a100,t4,t4] data_parallel=2", "replicas, which follow each other"),
-        ("schedule=file schedule.path=order.csv", "gpipe plan compares schedules"),
+        ("schedule=file schedule.path=/dev/null", "gpipe plan compares schedules"),
         (
             "batch_size=1280 device=a100 devices=8 chunks=1280 partitions=8 schedule=auto",
             "the best pipelines have more than 20,000 actions",

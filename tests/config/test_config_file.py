@@ -102,7 +102,7 @@ MISTAKES = [
     ("{model: {a b: 2}}", "model: 'a b' is not the name of a key"),
     ("{logger: null}", "logger: null: choose an option by its name; choose one of: mlflow, none"),
     ("{logger: false}", "logger: false: choose an option by its name"),
-    ("{balance: [3, 5]}", "choose an option by its name; balance=manual balance.layers=[3,5]"),
+    ("{balance: [3, 5]}", "choose an option by its name; balance=manual 'balance.layers=[3,5]'"),
     ("{recipe: {size: 1}}", "recipe: 'size' is not the name of a key"),
     ("{model: resnet19}", "model=resnet19: no such option; did you mean 'resnet"),
     ("{chunks: x}", "chunks=x: expected a whole number"),
@@ -164,7 +164,7 @@ def test_a_file_may_not_name_code_that_the_command_line_does_not_allow(gpipe: Gp
     answer = gpipe("train", "config=my.yaml")
     assert answer.code == 2
     assert answer.err.startswith(
-        "gpipe: error: my.yaml: add allow=[os] to the command line if you trust os; "
+        "gpipe: error: my.yaml: add 'allow=[os]' to the command line if you trust os; "
     )
     assert answer.err.count("\n") == 1
 

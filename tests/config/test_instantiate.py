@@ -73,7 +73,7 @@ def test_a_group_that_builds_nothing_may_not_name_a_target() -> None:
 def test_checking_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imported {name}"))
     check_targets({"model": {"_target_": "torch.nn.Linear", "in_features": 2}})
-    with pytest.raises(ConfigError, match=r"add allow=\[mypkg\] to the command line"):
+    with pytest.raises(ConfigError, match=r"add 'allow=\[mypkg\]' to the command line"):
         check_targets({"model": {"_target_": "mypkg.build"}})
 
 
@@ -252,7 +252,7 @@ def test_models_of_transformers_and_timm_are_built_if_they_are_allowed() -> None
     resnet = {"_target_": "timm.create_model", "model_name": "test_resnet", "num_classes": 3}
     assert instantiate(resnet, "model", ["timm"]).fc.out_features == 3
     for node in (llama, resnet):
-        with pytest.raises(ConfigError, match=r"^add allow=\[.* not allowed here"):
+        with pytest.raises(ConfigError, match=r"^add 'allow=\[.* not allowed here"):
             instantiate(node, "model", [])
 
 

@@ -55,7 +55,7 @@ def test_devices_that_hold_several_partitions_need_the_memory_of_all() -> None:
 def test_modes_that_differ_are_given_as_a_list() -> None:
     costs = LayerCosts([1.0] * 4, [2.0] * 4)
     prediction = _predicted(PlanShape(2, 2, 4, "1f1b", ("always", "never")), (2, 2), costs)
-    assert prediction.overrides.endswith("schedule=1f1b checkpoint=[always,never]")
+    assert prediction.overrides.endswith("schedule=1f1b 'checkpoint=[always,never]'")
     assert prediction.record()["checkpoint"] == ["always", "never"]
 
 

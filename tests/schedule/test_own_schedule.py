@@ -73,7 +73,7 @@ def test_a_saved_run_that_names_it_resumes_only_if_the_command_line_allows_it(
     loss(gpipe(*TRAIN, *PAIRED, "run_dir=run"))
     refused = gpipe("train", "resume=run", "steps=3")
     assert refused.code == 2
-    assert refused.err.startswith("gpipe: error: add allow=[own_schedules] to the command line")
+    assert refused.err.startswith("gpipe: error: add 'allow=[own_schedules]' to the command line")
     loss(gpipe("train", "--json", "resume=run", "steps=3", "allow=[own_schedules]"))
 
 
@@ -81,7 +81,7 @@ def test_without_permission_nothing_is_imported(gpipe: Gpipe, own: Callable[[str
     own("raise SystemExit('imported')")
     answer = gpipe(*TRAIN, "--config-dir", "conf", "schedule=pairs")
     assert answer.code == 2
-    assert "schedule.name=own_schedules.pairs" in answer.err and "add allow=[own_schedules]" in answer.err
+    assert "schedule.name=own_schedules.pairs" in answer.err and "add 'allow=[own_schedules]'" in answer.err
     assert "own_schedules.pairs" not in sys.modules
 
 

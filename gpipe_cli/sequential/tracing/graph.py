@@ -297,7 +297,7 @@ def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
 def check_decision(result: Any, traced: Any, message: str, path: str) -> None:
     if result != traced:
         hint = (
-            f"keep '{path}' whole with model.leaves=[{path}]" if path else "move that code into a submodule"
+            f"keep '{path}' whole with 'model.leaves=[{path}]'" if path else "move that code into a submodule"
         )
         raise DecisionChanged(
             f"{message}, and now it is {result!r}; {hint}, or trace the model with a sample for which it decides "

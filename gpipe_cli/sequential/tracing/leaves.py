@@ -81,10 +81,10 @@ class Leaves:
 def remedy(model: nn.Module, path: str) -> str:
     """What helps against a module that cannot be traced, in the names of this model."""
     listed = ",".join(name for name, _ in model.named_children())
-    layers = f"list the layers in the order in which they run, in the form model.layers=[{listed}]"
+    layers = f"list the layers in the order in which they run, in the form 'model.layers=[{listed}]'"
     if not path:
         return f"move that code into a submodule, which may then stay whole, or {layers}"
-    return f"keep it whole with model.leaves=[{type(model.get_submodule(path)).__name__}], or {layers}"
+    return f"keep it whole with 'model.leaves=[{type(model.get_submodule(path)).__name__}]', or {layers}"
 
 
 def _is_leaf(module: nn.Module) -> bool:

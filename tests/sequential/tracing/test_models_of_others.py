@@ -273,7 +273,7 @@ def test_a_refusal_names_the_class_that_can_stay_whole() -> None:
 
     message = (
         r"'inner' \(Inner\) cannot be traced: .*: it needs the values of tensors .*; keep it whole with "
-        r"model\.leaves=\[Inner\], or list the layers .* model\.layers=\[inner,head\]"
+        r"'model\.leaves=\[Inner\]', or list the layers .* 'model\.layers=\[inner,head\]'"
     )
     with pytest.raises(ConfigError, match=message):
         to_sequential(Outer(), torch.randn(2, 4))

@@ -52,7 +52,7 @@ def test_a_whole_model_that_decides_on_its_own_values_is_refused_with_the_line()
     pattern = (
         r"BranchingAfterwards cannot be traced: \S+test_recordings\.py:\d+ `if value\.sum\(\) > 0:`: it needs the "
         r"values of tensors that the model computes \(.*\); move that code into a submodule, .* "
-        r"model\.layers=\[first,second\]"
+        r"'model\.layers=\[first,second\]'"
     )
     assert re.fullmatch(pattern, str(caught.value)), caught.value
 
