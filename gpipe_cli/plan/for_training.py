@@ -6,8 +6,9 @@ The best plan becomes part of the settings and of the saved config.yaml, so that
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, final
 
 import torch
@@ -29,8 +30,9 @@ from gpipe_cli.launch.rank import is_rank
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.measured import measure_costs, measure_link, room_to_measure
 from gpipe_cli.plan.order_plans import order_problems, search_order
+from gpipe_cli.plan.order_search import SEARCHED
 from gpipe_cli.plan.planner import Planner
-from gpipe_cli.plan.prediction import OFFLOAD, advice
+from gpipe_cli.plan.prediction import OFFLOAD, advice, percent
 from gpipe_cli.profiling.memory import with_bytes
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
 from gpipe_cli.profiling.profile_cache import ProfileCache, default_folder
@@ -90,6 +92,9 @@ def with_best_plan(settings: TrainConfig, job: Job) -> PlannedRun:
     )
     print_status(f"plan: {best.overrides}")
     shape = best.shape
+    if isinstance(shape.schedule, FixedOrder):
+        gain = _gain_of_order(shape.spec(planned.cores), best.parts, best.spread, "{:.1f} ms".format)
+        print_status(f"plan: schedule=auto is an order that was searched for, {gain}")
     keys: dict[str, Any] = {
         "balance": manual_balance(best.balance),
         "chunks": shape.chunks,
@@ -127,25 +132,35 @@ def choose_order(
         searched = search_order(order_problems(spec, costs, [] if limit is None else [limit] * len(devices)))
         order, bound = searched.schedule, searched.result.bound
         name = "schedule=auto"
+        origin = searched.result.origin
+        chosen = "an order of its own, " if origin == SEARCHED else f"the order of {origin}, "
     else:
         assert isinstance(spec.schedule, FixedOrder), "read from the file"
-        order, bound = spec.schedule, None
+        order, bound, chosen = spec.schedule, None, ""
         name = f"schedule.path={settings.schedule.path}"
-    simulated = replace(spec, schedule=order).simulate(costs)
-    usual = replace(spec, schedule=similar_schedule(spec.partitions, len(devices)))
-    expected = usual.simulate(costs)
-    unit = measured.format
-    print_status(
-        f"{name} ({measured.origin}, {time.monotonic() - began:.1f} s): {unit(simulated.step)} per step predicted, "
-        f"bubble {100 * simulated.bubble:.1f} %; {usual.schedule}: {unit(expected.step)}, "
-        f"bubble {100 * expected.bubble:.1f} %"
-        + (
-            ""
-            if bound is None
-            else f"; lower bound {unit(bound)}, gap {100 * max(0.0, simulated.step / bound - 1):.1f} %"
-        )
-    )
+    with_order = replace(spec, schedule=order, devices=len(devices))
+    gain = _gain_of_order(with_order, costs, measured.layers.spread, measured.format)
+    if bound is not None:
+        gap = max(0.0, with_order.simulate(costs).step / bound - 1)
+        gain += f"; lower bound {measured.format(bound)}, gap {100 * gap:.1f} %"
+    print_status(f"{name} ({measured.origin}, {time.monotonic() - began:.1f} s): {chosen}{gain}")
     return order
+
+
+def _gain_of_order(
+    spec: PipelineSpec, costs: Sequence[PartitionCost], spread: float, unit: Callable[[float], str]
+) -> str:
+    """The predicted step of an order beside that of the usual schedule; `spread` is that of the measurements."""
+    usual = replace(spec, schedule=similar_schedule(spec.partitions, spec.devices or spec.partitions))
+    step, expected = spec.simulate(costs), usual.simulate(costs)
+    gain = expected.step / step.step - 1
+    uncertain = f" (measurements of the same differ by {percent(spread)})" if 0 < spread < inf else ""
+    return (
+        f"{unit(step.step)} per step predicted, bubble {100 * step.bubble:.1f} %; {usual.schedule}: "
+        f"{unit(expected.step)}, bubble {100 * expected.bubble:.1f} %; "
+        + (f"gain {100 * gain:.1f} %" if gain > spread else "no measurable gain")
+        + uncertain
+    )
 
 
 @final

@@ -356,9 +356,7 @@ def advice(plans: Sequence[Prediction]) -> str:
         found = f"{_gain(best, plain)}; {hints[best.limit.name]}"
     worst = max((abs(plan.error) for plan in plans if plan.error is not None), default=0.0)
     if worst > max(LARGE_ERROR, best.spread):
-        found += (
-            f"; the predictions were wrong by up to {worst:.0%}, so plans that were not run may be faster"
-        )
+        found += f"; the predictions were wrong by up to {percent(worst)}, so plans that were not run may be faster"
     return found
 
 
@@ -372,8 +370,8 @@ def _against_pipelines(plain: Prediction, plans: Sequence[Prediction]) -> str:
         return "train without a pipeline: the time did not suffice to measure how much faster one is"
     if ratio - 1 <= spread:
         return (
-            f"no measurable gain; train without a pipeline: the best pipeline differs from it by {abs(ratio - 1):.0%}, "
-            f"and measurements of the same by {spread:.0%}"
+            "no measurable gain; train without a pipeline: the best pipeline differs from it by "
+            f"{percent(abs(ratio - 1))}, and measurements of the same by {percent(spread)}"
         )
     return (
         f"train without a pipeline: one device is quickest here, a pipeline takes {ratio:.2f} times as long"
@@ -392,10 +390,14 @@ def _gain(best: Prediction, plain: Prediction) -> str:
     return "faster than without a pipeline, which uses the first device only"
 
 
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def _give_or_take(*plans: Prediction) -> str:
     """The uncertainty of a statement about these plans; nothing for estimates, whose title says what they are."""
     spread = max(plan.spread for plan in plans)
     if spread == inf:
         return " (the time did not suffice to measure how certain this is)"
     are = "measured" if all(plan.measured_ms is not None for plan in plans) else "predicted"
-    return f" ({are}; measurements of the same differ by {spread:.0%})" if spread else ""
+    return f" ({are}; measurements of the same differ by {percent(spread)})" if spread else ""

@@ -56,6 +56,9 @@ def test_a_searched_order_is_timed_saved_and_gives_the_bits_of_every_schedule(ti
     assert answer.code == 0
     line = next(line for line in answer.err.splitlines() if "per step predicted" in line)
     assert line.startswith("schedule=auto (costs measured") and "1f1b: " in line and "lower bound" in line
+    # It names what it chose and the gain, or that the measurements are too uncertain for one.
+    assert "): an order of its own, " in line or "): the order of " in line
+    assert "; gain " in line or "; no measurable gain" in line
     saved = read_schedule("auto/schedule.csv")
     assert (saved.partitions, len(saved.given), saved.chunks) == (2, 2, 3)
     assert equal("plain", "auto")

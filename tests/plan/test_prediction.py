@@ -85,16 +85,16 @@ def test_a_gain_below_the_spread_of_the_measurements_is_none() -> None:
     first, *_ = sure = by_recommendation([pipe, plain])
     assert first is pipe
     assert advice(sure).startswith(
-        "1.50 times as fast as without a pipeline (predicted; measurements of the same differ by 10%); "
+        "1.50 times as fast as without a pipeline (predicted; measurements of the same differ by 10 %); "
     )
     close = by_recommendation([replace(pipe, step_ms=11.5), plain])
     assert close[0] is plain
     assert advice(close) == (
-        "no measurable gain; train without a pipeline: the best pipeline differs from it by 4%, and measurements of "
-        "the same by 10%"
+        "no measurable gain; train without a pipeline: the best pipeline differs from it by 4 %, and measurements of "
+        "the same by 10 %"
     )
     # A memory limit may force a pipeline, whose advice names its uncertainty too.
-    assert advice([pipe]).endswith("(predicted; measurements of the same differ by 10%)")
+    assert advice([pipe]).endswith("(predicted; measurements of the same differ by 10 %)")
     unknown = by_recommendation(list(reversed(_plain_and_pipe(spread=inf))))
     assert advice(unknown).startswith("train without a pipeline: the time did not suffice to measure")
     assert unknown[0].record()["spread"] is None
@@ -126,7 +126,7 @@ def test_after_a_verification_the_advice_follows_what_was_measured() -> None:
     said = advice(by_recommendation(run))
     assert said.startswith("1.60 times as fast as without a pipeline (measured; ")
     assert said.endswith(
-        "; the predictions were wrong by up to 60%, so plans that were not run may be faster"
+        "; the predictions were wrong by up to 60 %, so plans that were not run may be faster"
     )
     assert by_recommendation(run)[0].record()["samples_per_second"] == pytest.approx(3200)
     # Plans that there was no time to run come last, and a run that varies proves nothing.

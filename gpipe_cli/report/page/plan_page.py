@@ -49,6 +49,7 @@ def plan_page(summary: Facts, step: StepTimeline | None) -> str:
         memory_curve=_memory_curve(curve) if curve else None,
         candidates=candidates,
         rates=[_rate(each) for each in candidates],
+        is_verified=any("measured_ms" in each for each in candidates),
         train_command=summary["train_command"],
     )
 
@@ -64,6 +65,7 @@ def _verdict(summary: Facts) -> str:
 def _figures(best: Facts, summary: Facts) -> dict[str, str]:
     return {
         "step": f"{best['predicted_ms']:.4g} ms",
+        **({"step, measured": f"{best['measured_ms']:.4g} ms"} if "measured_ms" in best else {}),
         **({"batch size": str(best["batch_size"])} if _differ(summary["candidates"]) else {}),
         "samples per second": _rate(best),
         "peak memory per device": format_value("peak_bytes", best["predicted_peak_bytes"]),
@@ -78,6 +80,11 @@ def _differ(candidates: Sequence[Facts]) -> bool:
     return len({candidate["batch_size"] for candidate in candidates}) > 1
 
 
+def _ms(candidate: Facts) -> float:
+    """As measured, or else as predicted."""
+    return float(candidate.get("measured_ms", candidate["predicted_ms"]))
+
+
 def _rate(candidate: Facts) -> str:
     rate = candidate["samples_per_second"]
     return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
@@ -87,7 +94,7 @@ def _chart(candidates: Sequence[Facts]) -> Markup:
     per_sample = _differ(candidates)
     largest = max(candidate["predicted_peak_bytes"] for candidate in candidates)
     unit, size = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
-    times = [each["predicted_ms"] / (each["batch_size"] if per_sample else 1) for each in candidates]
+    times = [_ms(each) / (each["batch_size"] if per_sample else 1) for each in candidates]
     memories = [each["predicted_peak_bytes"] / size for each in candidates]
     across, up = Scale.over(times, margin=0.06), Scale.over(memories, margin=0.1)
     dots = [
@@ -117,7 +124,7 @@ def _dot(number: int, candidate: Facts, x: float, y: float) -> Markup:
     text = '<text x="{x}%" y="{y}%" dx="9" dy="4">{number}</text>' if is_best or is_plain else ""
     return shape(
         f'<g><title>{{title}}</title><circle class="candidate {{kind}}" cx="{{x}}%" cy="{{y}}%" r="{{r}}"/>{text}</g>',
-        title=f"{number + 1}: {candidate['predicted_ms']:.4g} ms\n{candidate['overrides']}",
+        title=f"{number + 1}: {_ms(candidate):.4g} ms\n{candidate['overrides']}",
         kind="plain" if is_plain else curve_class(0 if is_best else 1),
         x=100 * x,
         y=100 * (1 - y),
