@@ -23,6 +23,15 @@ from gpipe_cli.safe_files import parse_json, read_regular
 INSTALL = "pip install 'transformers>=5' tokenizers peft jinja2"
 INSTALL_QUANTIZE = "pip install bitsandbytes"
 CONFIG = "config.json"
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Files that a tokenizer can be read from."""
 MAX_JSON_BYTES = 2**26
 """The size limit of JSON files in a model's directory; the largest are indices with a row per tensor."""
 
@@ -108,6 +117,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise RunError(f"{path}: damaged: it contains a {type(content).__name__} instead of an object")
     return content
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in VOCABULARIES)
 
 
 def load_tokenizer(directory: Path, key: str = "data.tokenizer") -> Any:

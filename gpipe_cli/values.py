@@ -17,6 +17,8 @@ BYTE_UNITS = {
     **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)},
     **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("kMGT", 1)},
 }
+AUTO = "auto"
+"""The value of data.tokenizer that means the tokenizer of the model."""
 IGNORED_LABEL = -100
 """Marks a label that losses and metrics leave out, such as that of a token of padding; torch uses the same number."""
 POSITIONS = "position_ids"

@@ -48,7 +48,7 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
             "model.weights: is where training starts, and this command uses trained weights; give weights=<file>"
         )
     offered = {
-        "model": ("num_classes", "input_shape", "tokenizer", "say"),
+        "model": ("num_classes", "input_shape", "tokenizer", "class_names", "say"),
         "transform": ("data",),
         "balance": BALANCE_ARGUMENTS,
         "engine": ("spec",),

@@ -16,6 +16,7 @@ from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
 from gpipe_cli.activity import activity
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate, kept_keys
 from gpipe_cli.config.schema import ModelConfig
+from gpipe_cli.config.targets import current_name
 from gpipe_cli.data.datasets import (
     Data,
     Samples,
@@ -33,7 +34,7 @@ from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.losses.measures import predicts_numbers
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.pytree import ModelInput
-from gpipe_cli.values import check_whole_number
+from gpipe_cli.values import AUTO, check_whole_number
 
 OWN_KEYS: Mapping[str, Any] = {
     "validation": float | None,
@@ -237,9 +238,12 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
 
 
 def data_arguments(settings: ModelConfig) -> dict[str, Any]:
-    """The `data` node without the keys that gpipe uses itself."""
+    """The `data` node without the keys that gpipe uses itself, and with the tokenizer that `auto` stands for."""
     own = own_keys(settings)
-    return {key: value for key, value in settings.data.items() if key not in own}
+    node = {key: value for key, value in settings.data.items() if key not in own}
+    if node.get("tokenizer") == AUTO and str(current_name(node["_target_"])).startswith("gpipe_cli."):
+        node["tokenizer"] = _declared_by_model(settings, "own_tokenizer")
+    return node
 
 
 def own_keys(settings: ModelConfig) -> dict[str, Any]:
@@ -265,15 +269,18 @@ def _drop_last(settings: ModelConfig, keys: Mapping[str, Any], data: Data) -> bo
     return drops
 
 
-def _normalized_for_model(settings: ModelConfig, data: Data) -> Data:
-    """The data with the mean and std that the model's own configuration has for its inputs, if it has any.
-
-    The module of a model may have a function `normalization` next to the one that builds it.
-    """
+def _declared_by_model(settings: ModelConfig, name: str) -> Any:
+    """What the function of this name, next to the one that builds the model, returns; None if there is none."""
     accepted_arguments(settings.model, "model", settings.allow)  # imports the target if it is allowed
-    module = sys.modules.get(str(settings.model["_target_"]).rpartition(".")[0])  # None: a method of a class
-    declared = getattr(module, "normalization", None)
-    stats = declared(settings.model) if callable(declared) and len(data.shape) == 3 else None
+    target = str(current_name(settings.model["_target_"]))
+    module = sys.modules.get(target.rpartition(".")[0])  # None: a method of a class
+    declared = getattr(module, name, None)
+    return declared(settings.model) if callable(declared) else None
+
+
+def _normalized_for_model(settings: ModelConfig, data: Data) -> Data:
+    """The data with the mean and std that the model's own configuration has for its inputs, if it has any."""
+    stats = _declared_by_model(settings, "normalization") if len(data.shape) == 3 else None
     if stats is None or len(stats[0]) != data.shape[0]:
         return data
     return replace(data, mean=stats[0], std=stats[1])

@@ -124,7 +124,12 @@ def make_model(
     torch.manual_seed(settings.seed if settings.trains else 0)
     node = model_arguments(settings)
     data = loader.data
-    offered: dict[str, Any] = {"input_shape": data.shape, "tokenizer": data.tokenizer, "say": print_status}
+    offered: dict[str, Any] = {
+        "input_shape": data.shape,
+        "tokenizer": data.tokenizer,
+        "class_names": data.class_names,
+        "say": print_status,
+    }
     classes = node.get("num_classes", loader.classes)
 
     def build(num_classes: int) -> Any:

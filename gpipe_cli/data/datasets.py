@@ -200,7 +200,7 @@ def hold_out(data: Data, fraction: float | None, seed: int, *, stratify: bool = 
         f"data.validation={fraction}: holding out {count} of {length} training samples, chosen by seed={seed}"
         f"{'' if labels is None else ' across all classes'}"
     )
-    if data.tokenizer is not None:
+    if data.tokenizer is not None and data.class_names is None:
         note += "; its windows of text may overlap with others, those that data.held_out holds out do not"
     divided = replace(
         data,

@@ -33,7 +33,7 @@ from gpipe_cli.safe_files import open_regular, parse_json, read_regular
 TOKENS, DOCUMENTS, INDEX = "tokens.int32", "documents.int64", "index.json"
 NEVER = 2**62
 """The position of the first scored token of a document that has none."""
-_MAX_INDEX_BYTES = 2**16
+_MAX_INDEX_BYTES = 2**26
 _SETTLED_NS = 2 * 10**9
 """A file that changed this shortly before it was read may change again without a new time stamp."""
 
@@ -46,6 +46,10 @@ class Piece:
     tokens: array[int]
     """A token that is not scored is stored as its complement, ~token, which is negative."""
     ends_document: bool
+    label: str | None = None
+    """The class of the document, where documents have one."""
+    is_held_out: bool = False
+    """Whether it is of a file to evaluate on; such files come last."""
 
 
 @final
@@ -55,7 +59,11 @@ class StoredTokens:
     """int32, memory-mapped: all documents, one after the other."""
     documents: Tensor
     """int64 [documents, 2], memory-mapped: where a document ends, and the position in it of the first token that is
-    scored and has another one before it."""
+    scored and has another one before it. Where documents have classes, the second number is that of the class."""
+    labels: tuple[str, ...] = ()
+    """The names of the classes, in the order in which they first occur."""
+    trained: int | None = None
+    """How many documents precede those of files to evaluate on; None if there are no such files."""
 
 
 @final
@@ -158,6 +166,8 @@ def _write_entry(folder: Path, pieces: Iterable[Piece]) -> None:
     with _NewFile(folder / TOKENS) as tokens, _NewFile(folder / DOCUMENTS) as documents:
         end = length = 0
         first = NEVER
+        labels: dict[str, int] = {}
+        trained, count = None, 0
         for piece in pieces:
             if first == NEVER:
                 first = _first_scored(piece.tokens, length)
@@ -165,10 +175,15 @@ def _write_entry(folder: Path, pieces: Iterable[Piece]) -> None:
             tokens.write(piece.tokens.tobytes())
             if piece.ends_document:
                 end += length
+                if piece.label is not None:
+                    first = labels.setdefault(piece.label, len(labels))
                 documents.write(struct.pack("=qq", end, first))
+                trained = count if piece.is_held_out and trained is None else trained
+                count += 1
                 length, first = 0, NEVER
         assert length == 0, "every document ends"
-        facts = {TOKENS: tokens.complete(), DOCUMENTS: documents.complete()}
+        files = {TOKENS: tokens.complete(), DOCUMENTS: documents.complete()}
+        facts = {**files, "labels": list(labels), "trained": trained}
     with _NewFile(folder / INDEX) as index:
         index.write(json.dumps(facts).encode())
         index.complete()
@@ -209,11 +224,13 @@ class _NewFile:
 def _load(entry: Path) -> StoredTokens | None:
     """The entry, or None if it does not exist or is damaged."""
     match _read_json(entry / INDEX):
-        case {"tokens.int32": dict(tokens), "documents.int64": dict(documents)}:
+        case {"tokens.int32": dict(tokens), "documents.int64": dict(documents)} as facts:
             if _is_intact(entry / TOKENS, tokens) and _is_intact(entry / DOCUMENTS, documents):
                 return StoredTokens(
                     _mapped(entry / TOKENS, torch.int32),
                     _mapped(entry / DOCUMENTS, torch.int64).view(-1, 2),
+                    tuple(facts.get("labels", ())),
+                    facts.get("trained"),
                 )
     return None
 

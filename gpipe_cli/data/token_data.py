@@ -9,15 +9,16 @@ of a document is not scored. Memory is mapped, so a batch reads only its own sam
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data
+from gpipe_cli.data.datasets import DEFAULT_FRACTION, Data
 from gpipe_cli.data.documents import PIECE_BYTES, TextPiece, reading
 from gpipe_cli.data.token_cache import Piece, StoredTokens, TokenCache
 from gpipe_cli.data.tokenizer import ByteTokenizer, DocumentTokenizer
@@ -42,14 +43,20 @@ class TokenSpec:
     path: str
     context: int
     pack: bool | str
-    held_out: float
+    held_out: float | None
+    """None: a tenth, or for texts with labels what data.validation says."""
     cache: str | None
 
     def __post_init__(self) -> None:
         check_whole_number("data.context", self.context, least=1)
-        check_held_out(self.held_out)
+        if self.held_out is not None:
+            check_held_out(self.held_out)
         if not isinstance(self.pack, bool) and self.pack != JOINED:
             raise ConfigError(f"data.pack={self.pack}: must be true, false or {JOINED}")
+
+    @property
+    def share(self) -> float:
+        return DEFAULT_FRACTION if self.held_out is None else self.held_out
 
 
 def check_held_out(fraction: float) -> None:
@@ -62,14 +69,16 @@ def stored_tokens(
     files: Iterable[Path],
     settings: Mapping[str, Any],
     pieces: Callable[[Path, str], Iterator[Piece]],
+    held_out: Sequence[Path] = (),
 ) -> StoredTokens:
     """The tokens of all files, from the cache.
 
     settings: what they depend on besides the files. pieces: makes those of a file with the given digest.
+    held_out: the files to evaluate on.
     """
     cache = TokenCache(user_cache("tokens") if spec.cache is None else Path(spec.cache))
     digests, size = [], 0
-    for path in files:
+    for path in (*files, *held_out):
         with reading(path):
             digests.append((path, cache.digest_of(path)))
             size += path.stat().st_size
@@ -78,14 +87,16 @@ def stored_tokens(
 
     def all_pieces() -> Iterator[Piece]:
         is_empty = True
-        for path, digest in digests:
+        for number, (path, digest) in enumerate(digests):
             for piece in pieces(path, digest):
                 is_empty = is_empty and not piece.tokens
-                yield piece
+                yield replace(piece, is_held_out=True) if number >= len(digests) - len(held_out) else piece
         if is_empty:
             raise DataError(f"data.path={spec.path}: is empty")
 
     key = {**settings, "version": _VERSION, "sources": [digest for _, digest in digests]}
+    if held_out:
+        key["held_out"] = len(held_out)
     return cache.get(key, all_pieces)
 
 
@@ -123,7 +134,7 @@ def stream_data(
     Held-out windows do not overlap, so that the model predicts each of those tokens once.
     ends: where each document ends; None for a stream that is one document.
     """
-    held_out = max(round(len(stream) * spec.held_out), spec.context + 1)
+    held_out = max(round(len(stream) * spec.share), spec.context + 1)
     return _packed_data(spec, stream, len(stream) - held_out, tokenizer, stride, ends)
 
 
@@ -131,43 +142,106 @@ def document_data(spec: TokenSpec, stored: StoredTokens, tokenizer: DocumentToke
     """Samples of documents, of which the last are held out."""
     ends, first_scored = stored.documents.unbind(1)
     if spec.pack:
-        split = len(ends) - _held_out_documents(spec, len(ends))
+        split = _held_out_from(spec, len(ends), stored.trained)
         return _packed_data(spec, stored.tokens, int(ends[split - 1]), tokenizer, spec.context, ends)
-    if tokenizer.padding is None:
-        raise ConfigError(
-            "data.pack=false: the tokenizer has neither a pad token nor an eos token to pad with; name one with "
-            "data.eos_token=TOKEN"
-        )
+    padding = _padding("data.pack=false", tokenizer)
     # A document whose first scored token is cut off teaches nothing.
     used = (first_scored <= spec.context).nonzero().squeeze(1)
     if not len(used):
         raise DataError(
             f"data.path={spec.path}: no sample has a token to score within data.context={spec.context}"
         )
-    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
-    spans = torch.stack([begins, ends], 1)[used]
-    split = len(spans) - _held_out_documents(spec, len(spans))
-    cut = int((spans[:, 1] - spans[:, 0] > spec.context + 1).sum())
-    notes = []
-    if cut:
-        notes.append(f"data.context={spec.context}: {cut} of {len(spans)} samples are longer and were cut")
+    spans = _spans(ends)[used]
+    trained = None if stored.trained is None else int((used < stored.trained).sum())
+    split = _held_out_from(spec, len(spans), trained)
+    notes = _cut_note(spec, spans, spec.context + 1)
     if left_out := len(ends) - len(spans):
         notes.append(
             f"data.path={spec.path}: {left_out} of {len(ends)} samples have no token to score and were left out"
         )
     train, test = (
-        PaddedSamples(stored.tokens, part, spec.context, tokenizer.padding)
-        for part in (spans[:split], spans[split:])
+        PaddedSamples(stored.tokens, part, spec.context, padding) for part in (spans[:split], spans[split:])
     )
     return _data(spec, train, test, tokenizer, tuple(notes))
 
 
-def _held_out_documents(spec: TokenSpec, documents: int) -> int:
-    if documents < 2:
+def labeled_data(
+    spec: TokenSpec, stored: StoredTokens, tokenizer: DocumentTokenizer, label: str, labels: Sequence[str]
+) -> Data:
+    """Texts with a class each.
+
+    label: the field of the classes. labels: their names in order; if there are none, all that training has, sorted.
+    """
+    ends, found = stored.documents.unbind(1)
+    holds_out = spec.held_out is not None or stored.trained is not None
+    split = _held_out_from(spec, len(ends), stored.trained) if holds_out else len(ends)
+    occurring = [stored.labels[number] for number in sorted({*found[:split].tolist()})]
+    names = list(labels) or sorted(occurring, key=lambda name: (len(name) if _is_whole(name) else 0, name))
+    if len(names) < 2:
         raise DataError(
-            f"data.path={spec.path}: has {documents} sample, but one to train on and one to hold out are needed"
+            f"data.label={label}: every text has the label {names[0]}, so there is nothing to learn"
         )
-    return min(max(round(documents * spec.held_out), 1), documents - 1)
+    known = torch.tensor([names.index(name) if name in names else -1 for name in stored.labels])
+    targets = known[found]
+    if len(unknown := (targets < 0).nonzero()):
+        name, place = stored.labels[int(found[unknown[0]])], "data.labels" if labels else "the training texts"
+        raise DataError(
+            f"data.label={label}: text {int(unknown[0]) + 1} has the label {name}, which {place} do not have: "
+            f"{', '.join(names[:8])}"
+        )
+    special = len(tokenizer.prefix) + len(tokenizer.closing)
+    if spec.context <= special:
+        raise ConfigError(
+            f"data.context={spec.context}: the tokenizer itself adds {special} tokens; give more"
+        )
+    spans = _spans(ends)
+    make = partial(LabeledTexts, stored.tokens, _padding(f"data.label={label}", tokenizer), tokenizer.closing)
+    return Data(
+        make(spans[:split], targets[:split], spec.context),
+        make(spans[split:], targets[split:], spec.context) if holds_out else None,
+        classes=len(names),
+        shape=(spec.context,),
+        tokenizer=tokenizer,
+        notes=tuple(_cut_note(spec, spans, spec.context)),
+        class_names=tuple(names),
+    )
+
+
+def _is_whole(name: str) -> bool:
+    return name.isascii() and name.isdigit()
+
+
+def _padding(key: str, tokenizer: DocumentTokenizer) -> int:
+    if tokenizer.padding is None:
+        raise ConfigError(
+            f"{key}: the tokenizer has neither a pad token nor an eos token to pad with; name one with "
+            "data.eos_token=TOKEN"
+        )
+    return tokenizer.padding
+
+
+def _spans(ends: Tensor) -> Tensor:
+    """Where each document begins and ends."""
+    return torch.stack([torch.cat([ends.new_zeros(1), ends[:-1]]), ends], 1)
+
+
+def _cut_note(spec: TokenSpec, spans: Tensor, longest: int) -> list[str]:
+    cut = int((spans[:, 1] - spans[:, 0] > longest).sum())
+    return (
+        [f"data.context={spec.context}: {cut} of {len(spans)} samples are longer and were cut"] if cut else []
+    )
+
+
+def _held_out_from(spec: TokenSpec, documents: int, trained: int | None) -> int:
+    """The index of the first document to hold out; trained: how many documents the files to train on have."""
+    if documents < 2 or trained in (0, documents):
+        raise DataError(
+            f"data.path={spec.path}: has {documents} sample{'s' if documents != 1 else ''}, but one to train on "
+            "and one to hold out are needed"
+        )
+    return (
+        documents - min(max(round(documents * spec.share), 1), documents - 1) if trained is None else trained
+    )
 
 
 def _packed_data(
@@ -260,17 +334,60 @@ class PaddedSamples:
         return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
 
     def batch(self, indices: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        shape = (len(indices), self._context)
-        tokens = torch.full(shape, self._padding)
-        mask = torch.zeros(shape, dtype=torch.int64)
-        targets = torch.full(shape, IGNORED_LABEL)
-        for row, (begin, end) in enumerate(self._spans.index_select(0, indices).tolist()):
-            document = self._stream[begin : min(end, begin + self._context + 1)].long()
-            length = len(document) - 1
-            tokens[row, :length] = token_of(document[:-1])
-            mask[row, :length] = 1
-            targets[row, :length] = target_of(document[1:])
-        return {"input_ids": tokens, "attention_mask": mask}, targets
+        texts = [
+            self._stream[begin : min(end, begin + self._context + 1)].long()
+            for begin, end in self._spans.index_select(0, indices).tolist()
+        ]
+        targets = torch.full((len(indices), self._context), IGNORED_LABEL)
+        for row, text in enumerate(texts):
+            targets[row, : len(text) - 1] = target_of(text[1:])
+        return padded([token_of(text[:-1]) for text in texts], self._context, self._padding), targets
+
+
+@final
+class LabeledTexts:
+    """Texts with a class each: shorter ones are padded at their end, longer ones cut before their last tokens."""
+
+    def __init__(
+        self,
+        stream: Tensor,
+        padding: int,
+        closing: Sequence[int],
+        spans: Tensor,
+        targets: Tensor,
+        context: int,
+    ) -> None:
+        self._stream, self._padding, self._closing = stream, padding, closing
+        self._spans, self.targets, self._context = spans, targets, context
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        inputs, targets = self.batch(torch.tensor([index]))
+        return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
+
+    def batch(self, indices: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        spans = self._spans.index_select(0, indices).tolist()
+        texts = [cut(self._stream[begin:end], self._context, self._closing) for begin, end in spans]
+        return padded(texts, self._context, self._padding), self.targets.index_select(0, indices)
+
+
+def cut(text: Tensor, context: int, closing: Sequence[int]) -> Tensor:
+    """The first tokens of a text, which ends with the closing ones."""
+    kept = text[:context].clone()
+    kept[len(kept) - len(closing) :] = text[len(text) - len(closing) :]
+    return kept
+
+
+def padded(texts: Sequence[Tensor], length: int, padding: int) -> dict[str, Tensor]:
+    """The input of a model for these tokens, each filled up at its end."""
+    tokens = torch.full((len(texts), length), padding)
+    mask = torch.zeros((len(texts), length), dtype=torch.int64)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+        mask[row, : len(text)] = 1
+    return {"input_ids": tokens, "attention_mask": mask}
 
 
 def token_of(stored: Tensor) -> Tensor:

@@ -29,14 +29,6 @@ _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SENTINEL = "gpipe-7d0c1e5b"
 """Stands in for an answer, to see where the template puts it."""
 Message = Mapping[str, Any]
-VOCABULARIES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-)
 _MAX_BYTES = 2**28
 _SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})
 """The suffixes of the files that make up a tokenizer."""
@@ -78,6 +70,10 @@ class DocumentTokenizer(Tokenizer, Protocol):
         """The tokens at the end of each document."""
 
     @property
+    def closing(self) -> tuple[int, ...]:
+        """The part of `suffix` that the tokenizer puts behind every text, also where nothing is to be generated."""
+
+    @property
     def padding(self) -> int | None:
         """The token that fills a sample up; None if there is none."""
 
@@ -92,6 +88,7 @@ class ByteTokenizer:
     digest = "bytes"
     chat = None
     prefix: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
     padding = 0
     vocabulary = 256
     start = ord("\n")
@@ -132,8 +129,8 @@ class FileTokenizer:
         self._backend = backend
         self.digest, self.chat = digest, chat
         self.vocabulary = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.prefix, suffix = _special_tokens(backend)
-        self.suffix = suffix if eos is None or suffix[-1:] == (eos,) else (*suffix, eos)
+        self.prefix, self.closing = _special_tokens(backend)
+        self.suffix = self.closing + (() if eos is None or self.closing[-1:] == (eos,) else (eos,))
         self.start = next(iter(self.prefix), bos)
         self.ends = frozenset(() if eos is None else (eos,))
         self.padding = eos if padding is None else padding
@@ -178,9 +175,10 @@ def read_tokenizer(path: str, eos_token: str | None = None) -> FileTokenizer:
 
 
 def _read_directory(directory: Path, key: str) -> Any:
-    if not any((directory / name).exists() for name in VOCABULARIES):
+    if not huggingface.has_tokenizer(directory):
+        vocabularies = ", ".join(huggingface.VOCABULARIES[1:])
         raise ConfigError(
-            f"{key}: has no tokenizer.json and no vocabulary ({', '.join(VOCABULARIES[1:])}); gpipe reads no pickled "
+            f"{key}: has no tokenizer.json and no vocabulary ({vocabularies}); gpipe reads no pickled "
             "tokenizers, save it again with `save_pretrained`"
         )
     tokenizer = huggingface.load_tokenizer(directory)

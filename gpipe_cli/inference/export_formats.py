@@ -26,7 +26,13 @@ from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
 from gpipe_cli.inference.inference_spec import METADATA_KEY, SPEC_FILE, spec_of_run
 from gpipe_cli.models.hf import pretrained
 from gpipe_cli.models.hf.lora import ADAPTER, LoraSettings, lora_config
-from gpipe_cli.models.hf.pretrained import CLASSIFICATION, model_class
+from gpipe_cli.models.hf.pretrained import (
+    CLASSIFICATION,
+    TEXT_CLASSES,
+    model_class,
+    set_classes,
+    set_padding,
+)
 from gpipe_cli.models.weights import fitted_weights
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.saved import saved_config, weights_file
@@ -174,14 +180,19 @@ class HuggingFaceRun:
 
     def without_values(self, tensors: Mapping[str, Tensor]) -> tuple[Any, str]:
         """The model on the meta device, without adapters and with as many classes as in `tensors`; and its task."""
-        config = load_config(self.path)
-        task, chosen = model_class(config, self.node.get("task"), str(self.path))
+        config, spec = load_config(self.path), spec_of_run(self.run)
+        has_labels = spec is not None and spec.text is not None
+        given = self.node.get("task") or (TEXT_CLASSES if has_labels else None)
+        task, chosen = model_class(config, given, str(self.path))
         dtype = pretrained.DTYPES[self.node.get("dtype") or "float32"]
         with torch.device("meta"):
             model = chosen._from_config(config, dtype=dtype)
             if task in CLASSIFICATION and (classes := _classes(model, tensors)) is not None:
                 config.num_labels = classes
                 model = chosen._from_config(config, dtype=dtype)
+        if task in CLASSIFICATION and spec is not None:
+            set_classes(model.config, model.config.num_labels, spec.class_names)
+            set_padding(model.config, str(self.path), spec.tokenizer)
         return model, task
 
 

@@ -12,6 +12,7 @@ import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -19,15 +20,18 @@ import torch
 from torch import Tensor
 
 from gpipe_cli import __version__
-from gpipe_cli.build.loader import BatchLoader
+from gpipe_cli.build.loader import BatchLoader, data_arguments
 from gpipe_cli.build.step import make_loss
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.config.targets import REMOVED_TABLES, with_current_names
 from gpipe_cli.data.datasets import Data
+from gpipe_cli.data.texts import make_tokenizer
+from gpipe_cli.data.tokenizer import ByteTokenizer, FileTokenizer
 from gpipe_cli.data.transforms import Normalize
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.mse import MeanSquaredError
+from gpipe_cli.pytree import ModelInput
 from gpipe_cli.runs.directory import write_text
 from gpipe_cli.safe_files import parse_json, read_regular, redacted
 from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
@@ -63,6 +67,8 @@ class InferenceSpec:
     """With its `_target_`, as in a configuration; so are the other two components."""
     transform: dict[str, Any]
     loss: dict[str, Any]
+    text: dict[str, Any] | None = None
+    """Of a classifier of texts: the keys of its data that say how a row becomes an input."""
     gpipe: str = __version__
     """The version that wrote it."""
 
@@ -85,6 +91,7 @@ class InferenceSpec:
             model={key: value for key, value in settings.model.items() if key not in LOADING_KEYS},
             transform=dict(settings.transform),
             loss=dict(settings.loss),
+            text=_text_keys(settings, data),
         )
 
     def to_text(self) -> str:
@@ -97,6 +104,7 @@ class InferenceSpec:
         content = parse_json(text)
         if not isinstance(content, dict):
             raise ValueError("it is not a mapping")
+        content.setdefault("text", None)  # earlier versions had no classifiers of texts
         missing = [name for name in InferenceSpec.__dataclass_fields__ if name not in content]
         if missing:
             raise ValueError(f"it lacks '{missing[0]}'")
@@ -123,13 +131,14 @@ class InferenceSpec:
             std=_statistics(content, "std", shape),
             target_shape=_sizes(content, "target_shape"),
             **{name: with_current_names(content[name]) for name in COMPONENTS},
+            text=_checked_text(content["text"]),
             gpipe=content["gpipe"],
         )
 
     def data(self) -> Data:
         """Data with a sample of zeros, which stands for the data that the model was trained with."""
         dtype = torch.float32 if self.task in (REGRESSION, OTHER) else torch.int64
-        samples = _Zeros(self.shape, self.target_shape, dtype)
+        samples = _Zeros(self.shape, self.target_shape, dtype, is_text=self.text is not None)
         return Data(
             samples,
             samples,
@@ -138,7 +147,12 @@ class InferenceSpec:
             mean=self.mean,
             std=self.std,
             class_names=self.class_names,
+            tokenizer=self.tokenizer,
         )
+
+    @cached_property
+    def tokenizer(self) -> FileTokenizer | ByteTokenizer | None:
+        return None if self.text is None else make_tokenizer(self.text["tokenizer"], self.text["eos_token"])
 
 
 @final
@@ -147,12 +161,17 @@ class _Zeros:
     input_shape: tuple[int, ...]
     target_shape: tuple[int, ...]
     target_dtype: torch.dtype
+    is_text: bool
 
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(self.input_shape), torch.zeros(self.target_shape, dtype=self.target_dtype)
+    def __getitem__(self, index: int) -> tuple[ModelInput, Tensor]:
+        target = torch.zeros(self.target_shape, dtype=self.target_dtype)
+        if not self.is_text:
+            return torch.zeros(self.input_shape), target
+        tokens = torch.zeros(self.input_shape, dtype=torch.int64)
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, target
 
 
 def write_spec(run: Path, settings: ModelConfig, loader: BatchLoader) -> None:
@@ -191,6 +210,8 @@ def spec_of_weights(weights: str) -> InferenceSpec | None:
 
 
 def _task(settings: ModelConfig, data: Data, input: Any, target: Tensor) -> str:
+    if _text_keys(settings, data) is not None:
+        return CLASSIFICATION
     if data.tokenizer is not None or not isinstance(input, Tensor):
         return OTHER
     loss = make_loss(settings)
@@ -202,6 +223,24 @@ def _task(settings: ModelConfig, data: Data, input: Any, target: Tensor) -> str:
         # Cross entropy also takes the probability of each class.
         return CLASSIFICATION if target.shape == (data.classes,) and data.classes > 1 else REGRESSION
     return {0: CLASSIFICATION, 2: SEGMENTATION}.get(target.ndim, OTHER)
+
+
+def _text_keys(settings: ModelConfig, data: Data) -> dict[str, Any] | None:
+    if data.tokenizer is None or data.class_names is None or "field" not in settings.data:
+        return None
+    keys = data_arguments(settings)
+    path = keys["tokenizer"]
+    return {
+        "tokenizer": None if path is None else str(Path(path).absolute()),
+        **{name: keys[name] for name in ("eos_token", "field")},
+    }
+
+
+def _checked_text(keys: Any) -> dict[str, Any] | None:
+    match keys:
+        case None | {"tokenizer": str() | None, "eos_token": str() | None, "field": str()}:
+            return keys
+    raise ValueError(f"text={reprlib.repr(keys)} does not say how texts become inputs")
 
 
 def _is_list_of(values: Any, kind: type | tuple[type, ...]) -> bool:

@@ -1,6 +1,7 @@
 """Run a trained model on files, batch by batch, and turn its outputs into classes, numbers or masks.
 
-Images are found among the paths that `gpipe predict` is given, and read as training read them for evaluation.
+Images are found among the paths that `gpipe predict` is given, and read as training read them for evaluation. A
+classifier of texts takes files with a text per row.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from gpipe_cli.data.datasets import resize
 from gpipe_cli.data.image_folder import SUFFIXES, center_crop, read_image
+from gpipe_cli.data.texts import text_inputs
 from gpipe_cli.data.transforms import Transform
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
@@ -133,6 +135,33 @@ class Images:
         return PreparedInput(transformed(image, self._transform), (width, height))
 
 
+@final
+class Texts:
+    """The texts of files with rows, as a classifier takes them."""
+
+    def __init__(self, spec: InferenceSpec, files: list[InputFile]) -> None:
+        assert spec.text is not None and spec.tokenizer is not None
+        self._inputs = [
+            text
+            for file in files
+            for text in text_inputs(file.path, spec.text["field"], spec.tokenizer, spec.shape[0])
+        ]
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def file(self, index: int) -> InputFile:
+        place = Path(self._inputs[index][0])
+        return InputFile(place, place)
+
+    @property
+    def zeros(self) -> ModelInput:
+        return self._inputs[0][1]
+
+    def read(self, index: int) -> PreparedInput:
+        return PreparedInput(self._inputs[index][1], (0, 0))
+
+
 def transformed(input: Tensor, transform: Transform | None) -> ModelInput:
     return input if transform is None else transform(input, None)
 
@@ -147,7 +176,7 @@ class Predictor:
     masks: MaskFolder | None
     """Where the masks of a segmentation go; only rank 0 writes them."""
 
-    def predict(self, inputs: Images, batch_size: int) -> Iterator[Row]:
+    def predict(self, inputs: Images | Texts, batch_size: int) -> Iterator[Row]:
         """A row per input, in order."""
         for begin in range(0, len(inputs), batch_size):
             batch = range(begin, min(begin + batch_size, len(inputs)))
@@ -222,8 +251,10 @@ class Predictor:
         return str(index) if names is None or index >= len(names) else names[index]
 
 
-def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Images:
+def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Images | Texts:
     """The files as inputs of a model."""
+    if spec.text is not None:
+        return Texts(spec, files)
     if spec.task == OTHER or len(spec.shape) != 3 or spec.shape[0] not in (1, 3):
         shape = "x".join(map(str, spec.shape))
         raise ConfigError(
@@ -243,7 +274,7 @@ def check_out(spec: InferenceSpec, out: str | None) -> None:
         raise ConfigError(f"out={out}: gpipe writes predictions as CSV; give a name that ends in .csv")
 
 
-def _read(inputs: Images, index: int) -> PreparedInput | str:
+def _read(inputs: Images | Texts, index: int) -> PreparedInput | str:
     """The input, or why it cannot be read."""
     try:
         return inputs.read(index)

@@ -63,7 +63,7 @@ class CrossEntropy:
 @final
 @dataclass(frozen=True)
 class TokenCrossEntropy:
-    """Scores are [samples, tokens, vocabulary], as language models return them.
+    """Scores are [samples, tokens, vocabulary], as of a language model, or [samples, classes], as of a classifier.
 
     The auxiliary loss of each sample that a model returns beside its scores is added.
     """
@@ -82,10 +82,13 @@ class TokenCrossEntropy:
             auxiliary: Tensor = output[AUXILIARY_LOSS]
             return self(output["logits"], target) + auxiliary.mean()
         output = scores_of(output)
-        fits = isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == target.shape
-        expected = "scores [samples, tokens, vocabulary] and a token for each position [samples, tokens]"
+        fits = isinstance(output, Tensor) and output.ndim in (2, 3) and output.shape[:-1] == target.shape
+        expected = (
+            "scores [samples, tokens, vocabulary] and a token for each position [samples, tokens], or scores [samples, "
+            "classes] and a class for each sample"
+        )
         check_shapes("token_cross_entropy", expected, output, target, fits=fits)
-        tokens, wanted, factors = output.flatten(0, 1), target.flatten(), factors_of(output)
+        tokens, wanted, factors = output.flatten(0, -2), target.flatten(), factors_of(output)
         if factors is not None:
             return blocked_cross_entropy(tokens, wanted, factors, self.label_smoothing)
         return cross_entropy(tokens, wanted, label_smoothing=self.label_smoothing)
@@ -96,6 +99,8 @@ class TokenCrossEntropy:
     def measure(self, output: Any, target: Tensor) -> Mapping[str, float]:
         scores = scores_of(output)
         factors = factors_of(scores)
+        if target.ndim == 1:
+            return accuracy(scores, target)
         if factors is None:
             return token_accuracy(scores, target)
         sums = Counter[str]()

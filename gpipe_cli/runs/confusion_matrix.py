@@ -179,6 +179,8 @@ def _shown_samples(samples: Sequence[Mapping[str, Any]], loader: BatchLoader) ->
     rows = []
     for sample in samples[:MAX_SHOWN]:
         input = loader.eval_samples[sample["index"]][0]
+        if isinstance(input, dict) and "input_ids" in input:  # a text with a label, and its padding
+            input = input["input_ids"][input["attention_mask"] > 0]
         picture = _picture(input, loader) if isinstance(input, Tensor) else None
         if picture is not None:
             rows.append({**_with_mask_images(sample), **picture})

@@ -30,7 +30,7 @@ from gpipe_cli.profiling.memory import resident_memory
 from gpipe_cli.report.environment import environment
 from gpipe_cli.runs.directory import write_json, write_text
 from gpipe_cli.safe_files import parse_json, read_regular
-from gpipe_cli.values import flatten, parse_bytes
+from gpipe_cli.values import AUTO, flatten, parse_bytes
 
 LAUNCH_FILE = "launch.json"
 MAX_LAUNCH_BYTES = 16 * 2**20
@@ -102,7 +102,8 @@ def write_settings(directory: Path, tree: DictConfig, settings: ModelConfig) -> 
     values = dict(flatten(OmegaConf.to_container(tree), inner=True))
     for key in _path_keys(settings):
         path = values.get(key)
-        if isinstance(path, str) and "${" not in path:  # a reference may mean another path tomorrow
+        # A reference may mean another path tomorrow, and `auto` is none.
+        if isinstance(path, str) and "${" not in path and path != AUTO:
             places[key] = str(Path(path).absolute())
             OmegaConf.update(tree, key, places[key])
     write_text(directory / "config.yaml", OmegaConf.to_yaml(tree))

@@ -40,7 +40,7 @@ def test_its_keys_are_those_of_the_builder_with_the_same_defaults(path: Path) ->
         *(["num_classes"] if "vocabulary" in keys else []),
     ]
     if path.parent.name == "model":
-        given_by_the_command.append("tokenizer")
+        given_by_the_command += ["tokenizer", "class_names"]
     for name in (*given_by_the_command, *shared):
         parameters.pop(name, None)
     assert set(keys) == set(parameters)

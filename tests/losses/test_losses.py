@@ -202,7 +202,12 @@ def test_a_perfect_mask_has_no_dice_loss_and_a_wrong_one_nearly_all() -> None:
             torch.zeros(2, 6).long(),
             "an output of shape [2, 1, 11] and targets of shape [2, 6]; let the model return the scores of all",
         ),
-        (TokenCrossEntropy(), torch.zeros(2, 3), torch.zeros(2).long(), "expects scores [samples, tokens,"),
+        (
+            TokenCrossEntropy(),
+            torch.zeros(2, 3),
+            torch.zeros(2, 3).long(),
+            "expects scores [samples, tokens,",
+        ),
         (Dice(), torch.zeros(2, 3), torch.zeros(2).long(), "a class for each pixel [samples, ...], got"),
         (
             MeanSquaredError(),
@@ -232,6 +237,12 @@ def test_values_out_of_range_are_refused() -> None:
         CrossEntropy(1.5)
     with pytest.raises(ConfigError, match=r"loss\.label_smoothing=-1: must be from 0 to 1"):
         TokenCrossEntropy(-1)
+
+
+def test_the_loss_of_tokens_takes_the_classes_of_samples_too() -> None:
+    scores, target = classes(5)
+    assert torch.equal(TokenCrossEntropy()(scores, target), CrossEntropy()(scores, target))
+    assert TokenCrossEntropy().measure(scores, target) == CrossEntropy().measure(scores, target)
 
 
 def test_a_loss_without_a_measure_gets_accuracy() -> None:

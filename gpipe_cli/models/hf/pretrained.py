@@ -7,7 +7,7 @@ The architecture is that of config.json. The modules are transformers' own, so o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError, or_list
-from gpipe_cli.huggingface import CONFIG, load_config, read_json, transformers
+from gpipe_cli.huggingface import CONFIG, has_tokenizer, load_config, read_json, transformers
 from gpipe_cli.models.hf.deferred_loading import Loading, is_in_head, stored_tensors
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
 from gpipe_cli.models.hf.nf4 import NF4, quantize_frozen
@@ -42,7 +42,8 @@ TASKS = {
 }
 """What transformers calls the classes for each task. A configuration that names no class means the first that it has:
 BERT also has a causal and T5 also has a classifying variant."""
-CLASSIFICATION = frozenset({"image_classification", "sequence_classification"})
+TEXT_CLASSES = "sequence_classification"
+CLASSIFICATION = frozenset({"image_classification", TEXT_CLASSES})
 
 
 def build(
@@ -58,6 +59,7 @@ def build(
     attention: str | None = None,
     input_shape: tuple[int, ...] = (32,),
     tokenizer: Any = None,
+    class_names: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> nn.Module:
     """Return the model in the directory `path`; its parameters stay in the files until a device needs them.
@@ -68,7 +70,7 @@ def build(
     router_loss: the weight of the auxiliary loss of a mixture of experts; None: as the directory has it.
     attention: `sdpa` or `eager`; None: as transformers chooses.
     num_classes: of a classifier; for language models the number of tokens in the data, which the model must know.
-    tokenizer: that of the data, if the data is text.
+    tokenizer, class_names: of the data, if it is text, and if it has a class for each sample.
     say: prints what the user should know about the files.
     """
     adapters = LoraSettings.of(lora)
@@ -76,19 +78,18 @@ def build(
     directory = Path(path)
     config = load_config(directory)
     _check_unquantized(config, path)
-    task, chosen = model_class(config, task, path)
+    task, chosen = model_class(config, task or task_of_labels(tokenizer, class_names), path)
     _check_new_head(new_head, task, init)
     _choose_attention(config, chosen, attention)
-    _turn_off_caches(config)
-    _turn_off_checkpoints(config, path, say)
+    _turn_off_caches_and_checkpoints(config, path, say)
     check_input_shape(task, path, input_shape)
     if task in CLASSIFICATION:
-        check_whole_number("model.num_classes", num_classes, least=1)
-        config.num_labels = num_classes
+        set_classes(config, num_classes, class_names, None if init == "random" or new_head else path)
+        set_padding(config, path, tokenizer)
     if task != "image_classification":
         classes = 0 if task in CLASSIFICATION else num_classes
         check_vocabulary(config, path, classes if tokenizer is None else tokenizer.vocabulary)
-        check_targets(task, tokenizer, say)
+        check_targets(task, tokenizer, class_names, say)
         if init == "weights" and (warning := ignored_tokenizer(directory, tokenizer)):
             say(warning)
     kind = DTYPES[dtype or ("float32" if quantize is None else "bfloat16")]
@@ -175,14 +176,11 @@ def _choose_attention(config: Any, chosen: type[Any], attention: str | None) -> 
     config._attn_implementation = attention
 
 
-def _turn_off_caches(config: Any) -> None:
+def _turn_off_caches_and_checkpoints(config: Any, path: str, say: Callable[[str], None]) -> None:
     """Training has no use for the keys and values of earlier tokens, and a pipeline could not carry them."""
     for part in _parts(config):
         if hasattr(part, "use_cache"):
             part.use_cache = False
-
-
-def _turn_off_checkpoints(config: Any, path: str, say: Callable[[str], None]) -> None:
     asking = [part for part in _parts(config) if getattr(part, "gradient_checkpointing", False)]
     for part in asking:
         part.gradient_checkpointing = False
@@ -309,16 +307,64 @@ def check_vocabulary(config: Any, path: str, tokens: int) -> None:
         )
 
 
-def check_targets(task: str, tokenizer: Any, say: Callable[[str], None]) -> None:
-    """gpipe's own data sets of text, which alone have a tokenizer, ask for the next token of each."""
+def own_tokenizer(node: Mapping[str, Any]) -> str | None:
+    """The directory of the tokenizer that the model was trained with; `node` are the keys of the model."""
+    return node["path"] if has_tokenizer(Path(node["path"])) else None
+
+
+def task_of_labels(tokenizer: Any, class_names: Sequence[str] | None) -> str | None:
+    """The only task for texts with a class each; None for other data."""
+    return None if tokenizer is None or class_names is None else TEXT_CLASSES
+
+
+def set_classes(config: Any, classes: int, names: Sequence[str] | None, path: str | None = None) -> None:
+    """path: where the head comes from, if it is kept, whose classes must be in the order of the data."""
+    known = [config.id2label[number] for number in sorted(config.id2label or {})]
+    if path is not None and names is not None and set(known) == set(names) and known != list(names):
+        raise ConfigError(
+            f"model.path={path}: its head has the classes of the data in another order; give "
+            f"data.labels=[{','.join(known)}], or a new head with model.new_head=true"
+        )
+    check_whole_number("model.num_classes", classes, least=1)
+    config.num_labels = classes  # names the classes too, by their numbers
+    if names is not None and len(names) == classes:
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: number for number, name in enumerate(names)}
+
+
+def set_padding(config: Any, path: str, tokenizer: Any) -> None:
+    """Tell the model which token the data pads with: a classifier made of a decoder finds the end of a text by it."""
+    padding, known = getattr(tokenizer, "padding", None), getattr(config, "pad_token_id", None)
+    if padding is not None and known is None:
+        config.pad_token_id = padding
+    elif padding is not None and known != padding:
+        raise ConfigError(
+            f"model.path={path}: pads with token {known} (pad_token_id), and the data with token {padding}; give the "
+            "tokenizer of the model, or the same pad_token_id in config.json"
+        )
+
+
+def check_targets(
+    task: str, tokenizer: Any, class_names: Sequence[str] | None, say: Callable[[str], None]
+) -> None:
+    """gpipe's own data sets of text, which alone have a tokenizer, ask for the next token of each, or for a label."""
+    if tokenizer is not None and (task == TEXT_CLASSES) != (class_names is not None):
+        raise ConfigError(
+            f"model.task={task}: "
+            + (
+                "needs a class for each text; name its field, such as data=rows data.label=label"
+                if class_names is None
+                else "has no use for data.label; remove one of them"
+            )
+        )
     if tokenizer is not None and task == "seq2seq":
         raise ConfigError(
-            "model.task=seq2seq: data=text and data=jsonl have no input for the decoder; give custom data whose "
+            "model.task=seq2seq: data=text and data=rows have no input for the decoder; give custom data whose "
             "inputs are {input_ids, attention_mask, decoder_input_ids}, with data._target_"
         )
     if tokenizer is not None and task == "masked_lm":
         say(
-            "model.task=masked_lm: data=text and data=jsonl ask for the next token, which this model sees; give custom "
+            "model.task=masked_lm: data=text and data=rows ask for the next token, which this model sees; give custom "
             "data that masks tokens, with data._target_"
         )
 
