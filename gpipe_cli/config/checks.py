@@ -46,6 +46,8 @@ MAX_RANKS = 1024
 """The limit on threads, workers and processes, above the cores of the largest machines and the GPUs of a large job."""
 MAX_SEED = 2**63 - 1
 PROCESSES = "gpipe_cli.engines.processes.build"
+WORDS = (("resume", "auto"), ("data.tokenizer", "auto"))
+"""Values that are words where another value is a path."""
 WITHOUT_FILES = {*schema.COMPONENT_GROUPS} - {"model", "data"}
 """Components that read no files."""
 
@@ -142,7 +144,7 @@ def check_files(settings: schema.CommandConfig) -> None:
         group, value = key.partition(".")[0], flat.get(key)
         target = flat.get(f"{group}._target_", "gpipe_cli.")
         is_known = target.startswith(IMAGE_FOLDER if key == "data.root" else "gpipe_cli.")
-        if not isinstance(value, str) or not is_known or (key, value) == ("resume", "auto"):
+        if not isinstance(value, str) or not is_known or (key, value) in WORDS:
             continue
         if not os.path.lexists(value) and not glob.glob(value, recursive=True):  # noqa: PTH207 - any pattern
             raise error(f"{key}={value}: {problem}")
