@@ -23,12 +23,11 @@ from gpipe_cli.config.schema import SCHEMAS, SWEPT
 from gpipe_cli.config.words import Request, override_key, sets_hydra
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, is_long_name, or_list
 from gpipe_cli.help import COMMANDS, command_help, overview
-from gpipe_cli.launch.outcome import leave_exit_code, recorded_attempt
-from gpipe_cli.launch.rank import is_main_process, leave_reason
+from gpipe_cli.launch.rank import is_main_process, leave_exit_code, leave_reason
 from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import discard_stdout, print_status
-from gpipe_cli.runs.directory import resumed_directory
+from gpipe_cli.runs.directory import recorded_attempt, resumed_directory
 from gpipe_cli.safe_files import redacted
 from gpipe_cli.training.signals import as_stopped, ignore_signals, leave_immediately, stop_immediately
 

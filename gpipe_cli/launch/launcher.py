@@ -16,11 +16,11 @@ from typing import Any, final
 
 from gpipe_cli.errors import ConfigError, GpipeError, Interrupted, PeerError, PeerRaised, StepTimeout, Stopped
 from gpipe_cli.launch.fork_server import ForkServer, killed_by, program
-from gpipe_cli.launch.outcome import write_outcome
 from gpipe_cli.launch.rank_files import ExitReport, Heartbeats, RankFiles, RankTask
 from gpipe_cli.launch.rank_states import RankStates, RankStatus, Surroundings, is_suspended
 from gpipe_cli.process_lifetime import AwakeClock, temporary_folder
 from gpipe_cli.report.output import print_status
+from gpipe_cli.runs.directory import write_outcome
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 GRACE_SECONDS = 2.0

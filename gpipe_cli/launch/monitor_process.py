@@ -29,8 +29,7 @@ from typing import Any, final
 
 from gpipe_cli.errors import GpipeError, PeerError
 from gpipe_cli.launch.interfaces import interface_of_address, listen_on, unanswered_addresses
-from gpipe_cli.launch.outcome import leave_exit_code, write_outcome
-from gpipe_cli.launch.rank import leave_reason
+from gpipe_cli.launch.rank import leave_exit_code, leave_reason
 from gpipe_cli.launch.rank_files import NOT_IN_STEP, Heartbeats, RankFiles
 from gpipe_cli.launch.rank_states import (
     DIED,
@@ -44,6 +43,7 @@ from gpipe_cli.launch.rank_states import (
 )
 from gpipe_cli.process_lifetime import AwakeClock, signal_with_parent, temporary_folder
 from gpipe_cli.report.output import print_status
+from gpipe_cli.runs.directory import write_outcome
 from gpipe_cli.safe_files import open_regular
 
 POLL_SECONDS = 0.25

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +23,10 @@ from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import redirect_streams, secure_streams
 from gpipe_cli.safe_files import redacted
+from gpipe_cli.training.signals import as_stopped
 
+EXIT_CODE_FILE = "GPIPE_EXIT_CODE_FILE"
+"""The environment variable with which a launch script names a file: torchrun exits with 1 whatever the error was."""
 _STARTED, _REASON = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"
 _LATER = 60
 """Seconds. torchrun reports the process that failed first, by timestamps in whole seconds."""
@@ -45,6 +49,24 @@ def leave_reason(line: str, *, of_another: bool) -> None:
     when = int(time.time()) + (_LATER if of_another else 0)
     shown = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(when)}}
     Path(path).write_text(json.dumps({"message": shown}), encoding="utf-8")
+
+
+def leave_exit_code(error: BaseException) -> None:
+    """Write the exit code of an error to the file of the launch script; several ranks may call this.
+
+    The first error counts, except that any error replaces the loss of a rank that another error ended.
+    """
+    path = os.environ.get(EXIT_CODE_FILE)
+    if not path:
+        return
+    lost_peer, code = str(PeerError.exit_code), str(exit_code(as_stopped(error)))
+    with suppress(OSError):  # the script then takes torchrun's exit code
+        try:
+            with Path(path).open("x") as file:
+                file.write(code)
+        except FileExistsError:
+            if code != lost_peer and Path(path).read_text() == lost_peer:
+                Path(path).write_text(code)
 
 
 def exit_report(error: BaseException) -> ExitReport:

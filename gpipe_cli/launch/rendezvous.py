@@ -23,7 +23,7 @@ from gpipe_cli.launch.interfaces import (
     resolve,
     wait_for_listener,
 )
-from gpipe_cli.launch.outcome import leave_exit_code
+from gpipe_cli.launch.rank import leave_exit_code
 from gpipe_cli.report.formatting import one_line
 from gpipe_cli.report.output import print_status
 

@@ -1,11 +1,11 @@
-"""The directory of a run: created once, written by one process at a time, never overwritten.
+"""The directory of a run: created once, written by one process at a time, never overwritten. How an attempt to run ends
+is recorded here, in outcome.json; an attempt may end before it needs torch.
 
 config.yaml paths.json overrides.yaml env.json launch.json    runs/launch_record
 train.log logger.json                                         runs/recorder, loggers/protocol
 metrics.jsonl                                                 training/metrics
 snapshots/                                                    runs/snapshots/manager
 summary.json report.html                                      runs/summary, commands/report
-outcome.json                                                  launch/outcome
 schedule.csv                                                  build/custom_schedule
 trace.json                                                    commands/profile
 check.json                                                    commands/check
@@ -25,11 +25,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigError, ResourceError
-from gpipe_cli.runs.reader import LOCK_NAME, has_settings, own_locks
+from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, Stopped, exit_code
+from gpipe_cli.report.formatting import describe
+from gpipe_cli.runs.reader import LOCK_NAME, OUTCOME, RESULTS, has_settings, own_locks
 from gpipe_cli.runs.snapshots.durable import UNFINISHED, write_file
 from gpipe_cli.runs.snapshots.manifest import is_snapshot, run_directory_of
-from gpipe_cli.safe_files import open_regular, parse_json, writing
+from gpipe_cli.safe_files import open_regular, parse_json, redacted, writing
+from gpipe_cli.training.signals import as_stopped
 
 MAX_NAME_LENGTH = 80
 LEFTOVERS = (LOCK_NAME, f"config.yaml{UNFINISHED}", ".hydra", "gpipe.log")
@@ -184,3 +186,39 @@ def _lock_owner(content: bytes) -> str:
         return f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
     except (ValueError, KeyError, TypeError):
         return "another process"
+
+
+@contextmanager
+def recorded_outcome(run: Path) -> Iterator[None]:
+    """Inside is an attempt to run it: forget how the last one ended, and record which error ends this one, if any."""
+    with suppress(OSError):
+        (run / OUTCOME).unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException as error:
+        write_outcome(run, error)
+        raise
+
+
+@contextmanager
+def recorded_attempt(run: Path) -> Iterator[None]:
+    """`recorded_outcome` for an attempt that has yet to open its run; another process may have it, or take it."""
+    with suppress(GpipeError), lock_run_directory(run), recorded_outcome(run):
+        pass
+    try:
+        yield
+    except BaseException as error:
+        with suppress(GpipeError), lock_run_directory(run):
+            write_outcome(run, error)
+        raise
+
+
+def write_outcome(run: Path, error: BaseException) -> None:
+    """Record which error ended a run, for `run_state`; a run that has finished stays finished."""
+    if any((run / name).exists() for name in RESULTS):
+        return
+    error = as_stopped(error)
+    state = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
+    with suppress(GpipeError):  # a full disk must not hide the error itself
+        content = {"state": state, "exit_code": exit_code(error), "reason": redacted(describe(error))}
+        write_json(run / OUTCOME, content)

@@ -35,7 +35,6 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.errors import RunError
 from gpipe_cli.inference.inference_spec import write_spec
-from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, connected_files, lost_peer_as_peer_error
 from gpipe_cli.profiling.memory import state_bytes
@@ -45,6 +44,7 @@ from gpipe_cli.runs.directory import (
     lock_run_directory,
     make_run_directory,
     planned_run_directory,
+    recorded_outcome,
 )
 from gpipe_cli.runs.launch_record import (
     changed_ranks,

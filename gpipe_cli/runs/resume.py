@@ -37,9 +37,8 @@ from gpipe_cli.config.words import sets_key
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
-from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank import is_main_process, is_rank
-from gpipe_cli.runs.directory import lock_run_directory, resumed_directory
+from gpipe_cli.runs.directory import lock_run_directory, recorded_outcome, resumed_directory
 from gpipe_cli.runs.saved import (
     saved_config,
     select_snapshot,

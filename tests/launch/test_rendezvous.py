@@ -23,7 +23,7 @@ from gpipe_cli.launch.interfaces import (
     is_connected,
     listen_on,
 )
-from gpipe_cli.launch.outcome import EXIT_CODE_FILE
+from gpipe_cli.launch.rank import EXIT_CODE_FILE
 from gpipe_cli.launch.rank_monitor import choose_interface
 from gpipe_cli.launch.rendezvous import create_handler, entry_point, make_handler
 

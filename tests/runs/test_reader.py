@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.errors import ConfigError, NumericError, RunError, Stopped
-from gpipe_cli.launch.outcome import recorded_outcome
-from gpipe_cli.runs.directory import lock_run_directory
+from gpipe_cli.runs.directory import lock_run_directory, recorded_outcome
 from gpipe_cli.runs.reader import LOCK_NAME, OUTCOME, RunState, run_state
 from tests.support.command_line import Gpipe
 
