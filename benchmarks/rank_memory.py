@@ -5,7 +5,7 @@
 A new `gpipe train` per round, observed from outside: peaks are VmHWM of the processes, times are those at which the
 first row of metrics.jsonl and the manifest of the first snapshot appear. CPU time, of all processes together, depends
 less on what else the machine does. Two checkouts take turns; a ratio is the median over the rounds of the time here
-divided by the time there. Further words override the keys of the run.
+divided by the time there. Further words override the keys of the run, or replace them all if they name a model.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Observation:
 
 def observe(checkout: Path, words: Sequence[str], folder: Path) -> Observation:
     run_dir = folder / "run"
-    command = [sys.executable, "-m", "gpipe_cli", "train", *RUN, f"run_dir={run_dir}", *words]
+    keys = words if any(word.startswith("model=") for word in words) else [*RUN, *words]
+    command = [sys.executable, "-m", "gpipe_cli", "train", f"run_dir={run_dir}", *keys]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     observation, began = Observation(), time.perf_counter()
     with (folder / "output").open("w+") as output:

@@ -149,7 +149,9 @@ def quantized(weight: Tensor) -> Tensor:
 
 
 def dequantized(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    begin, weights = _code_bytes(shape[0] * shape[1]), shape[0] * shape[1]
-    codes, scales = packed[: -(-weights // 2)], packed[begin:].view(torch.float32)
-    weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, scales, BLOCK, NF4, shape, dtype)
-    return weight
+    weights = shape[0] * shape[1]
+    codes, scales = packed[: -(-weights // 2)], packed[_code_bytes(weights) :].view(torch.float32)
+    # bitsandbytes knows no float64, in which a trace runs the model once.
+    known = torch.float32 if dtype == torch.float64 else dtype
+    weight: Tensor = torch.ops.bitsandbytes.dequantize_4bit(codes, scales, BLOCK, NF4, shape, known)
+    return weight.to(dtype)
