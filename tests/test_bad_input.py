@@ -389,8 +389,8 @@ COMMAND_LINES = """
 2 train BROKEN.traceable model.allow_unused=true =>
     model.allow_unused=True: has no effect without a list in model.layers
 3 train BROKEN.returns_its_loss =>
-    got an output of type tuple and targets of shape [2]; let the model return the scores of all positions
-    and nothing else (see `Use a model that computes its own loss` in docs/how-to/your-own-model.md)
+    got an output of type tuple and targets of shape [2]; give loss=own if the model computes its own loss
+    from the targets, or let it return the scores of all positions and nothing else
 2 train BROKEN.fails_in_evaluation =>
     broken_models.py:70 `raise ValueError("trains only")`: trains only; choose data that fits the model,
     which must accept any number of samples in training and evaluation

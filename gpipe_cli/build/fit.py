@@ -33,7 +33,8 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.losses.blocks import blocked_linear
 from gpipe_cli.losses.cross_entropy import TokenCrossEntropy
-from gpipe_cli.losses.measures import Measure, main_scores, predicts_numbers, scores_of
+from gpipe_cli.losses.measures import Measure, main_scores, predicts_numbers
+from gpipe_cli.losses.own import OwnLoss
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.profiling.records import has_values
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
@@ -63,6 +64,9 @@ def check_task(settings: ModelConfig, loader: BatchLoader, model: nn.Sequential)
     output = _output(settings, model, input)
     if output is None:
         return
+    if isinstance(loss, OwnLoss):
+        loss(output, target)  # raises ConfigError if the output has no loss
+        loss.row_weights(target)
     scores = main_scores(output)
     if not isinstance(scores, Tensor):
         return
@@ -240,7 +244,7 @@ def scores_differ(engine: Engine, inputs: Iterable[ModelInput], place: int) -> b
 
 
 def token_scores(output: Any) -> Tensor:
-    scores = scores_of(output)
+    scores = main_scores(output)
     if not isinstance(scores, Tensor) or scores.ndim != 3:
         shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ConfigError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
@@ -69,6 +70,8 @@ class BatchLoader:
     """How many mini-batches an evaluation during training has at most; None: those of all samples."""
     notes: tuple[str, ...] = ()
     """What a user should know about samples and batches, a line each."""
+    model_input: Callable[[ModelInput, Tensor], ModelInput] | None = None
+    """Makes the input of a model that takes the targets too; None: it takes the inputs of the data."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -148,7 +151,10 @@ class BatchLoader:
     def _fetch(self, indices: list[int]) -> Batch:
         """Training samples as a batch, without random transforms."""
         fetch = BatchFetcher(self.data.train, self.transforms.test, self.seed)
-        return fetch(BatchRequest(epoch=0, indices=indices))
+        return self._for_model(fetch(BatchRequest(epoch=0, indices=indices)))
+
+    def _for_model(self, batch: Batch) -> Batch:
+        return batch if self.model_input is None else (self.model_input(*batch), batch[1])
 
     def _checked(self, batch: Batch) -> Batch:
         input, target = batch
@@ -182,7 +188,7 @@ class BatchLoader:
             replicas=self.replicas,
             pin_memory=self.pin_memory,
         ):
-            yield self._checked(batch)
+            yield self._for_model(self._checked(batch))
 
 
 @report_out_of_memory(
@@ -192,9 +198,10 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
     """data: used instead of the configured one, and not divided."""
     activity.now("reading the data")
     keys, numbers = {}, None
+    loss = instantiate(settings.loss, "loss", settings.allow) if settings.loss else None
     if data is None:
         keys = own_keys(settings)
-        numbers = predicts_numbers(instantiate(settings.loss, "loss", settings.allow))
+        numbers = predicts_numbers(loss)
         data = instantiate(data_arguments(settings), "data", settings.allow)
     if not isinstance(data, Data):
         raise ConfigError(
@@ -234,6 +241,7 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
         validation=divided.validation,
         most_eval_batches=settings.eval.batches,
         notes=data.notes if divided.note is None else (*data.notes, divided.note),
+        model_input=getattr(loss, "model_input", None),
     )
 
 

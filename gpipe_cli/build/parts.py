@@ -55,6 +55,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.blocks import blocked_linear
+from gpipe_cli.losses.own import OwnLoss
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.profiling.profile_cache import ProfileCache, default_folder
 from gpipe_cli.profiling.records import has_values
@@ -378,7 +379,7 @@ def engine_spec(settings: ModelConfig, parts: RunParts, objective: TrainingObjec
         devices=partitioning.devices,
         chunks=settings.chunks,
         eval_chunks=settings.eval_chunks or settings.chunks,
-        loss_computes_scores=blocked_linear(parts.model) is not None,
+        loss_by_micro_batch=blocked_linear(parts.model) is not None or isinstance(objective.loss, OwnLoss),
         least_rows=parts.loader.least_rows,
         schedule=partitioning.spec.schedule,
         checkpoint=checkpoint_mode(settings, len(partitioning.balance)),

@@ -94,11 +94,11 @@ class PipelineEngine:
             if self._update is None
             else TrainingLoss(self._objective, self._update.scaler, self._output_device)
         )
-        self._blocked_loss: TrainingLoss | None = None
-        """For evaluations of a model whose loss computes the scores."""
-        if spec.loss_computes_scores:
+        self._evaluation_loss: TrainingLoss | None = None
+        """For evaluations of one micro-batch at a time."""
+        if spec.loss_by_micro_batch:
             unscaled = torch.amp.GradScaler(enabled=False)
-            self._blocked_loss = TrainingLoss(self._objective, unscaled, self._output_device)
+            self._evaluation_loss = TrainingLoss(self._objective, unscaled, self._output_device)
 
     def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> BatchResult:
         self._use_averages(False)
@@ -182,8 +182,8 @@ class PipelineEngine:
         weights = row_weights(self._objective.loss, batch[1], len(batch[1]))
         weight = float(weights.sum())
         input, target = self._to_devices(batch)
-        if self._blocked_loss is not None:
-            return self._eval_blocks(self._blocked_loss, input, target, weights)
+        if self._evaluation_loss is not None:
+            return self._eval_micro_batches(self._evaluation_loss, input, target, weights)
         with self._evaluating(), self._autocast():
             output = self._pipe(input)
             # A collective, so it is called by ranks without an output too.
@@ -199,7 +199,7 @@ class PipelineEngine:
                 self._objective.observe(output, target)
         return self._collectives.result(own, measured=True)
 
-    def _eval_blocks(
+    def _eval_micro_batches(
         self, loss: TrainingLoss, input: ModelInput, target: Tensor, weights: Tensor
     ) -> BatchResult:
         """Loss and measures where the last partition runs, one micro-batch at a time."""

@@ -98,8 +98,9 @@ class EngineSpec:
     """One per worker; for engine=processes those of the ranks of one pipe."""
     chunks: int
     eval_chunks: int
-    loss_computes_scores: bool = False
-    """Whether the last linear layer leaves its scores to the loss, which computes them a block at a time."""
+    loss_by_micro_batch: bool = False
+    """Whether an evaluation computes the loss of each micro-batch by itself, and not of their outputs together: where
+    the loss computes the scores a block at a time, or the model its own loss."""
     least_rows: int = 1
     """Rows of the smallest micro-batch that all layers accept in training."""
     schedule: str | ScheduleModule = "gpipe"

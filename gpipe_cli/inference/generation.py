@@ -94,10 +94,13 @@ class TextFormat:
         ids = torch.tensor([window + window[-1:] * (length - len(window))])
         if isinstance(self.sample, Tensor):
             return ids
+        if isinstance(self.sample, tuple) and len(self.sample) == 2:
+            return ids, ids.clone()  # loss=own: any targets will do
         values = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
             POSITIONS: torch.arange(length).unsqueeze(0),
+            "labels": ids.clone(),
         }
         if not isinstance(self.sample, dict) or not set(self.sample) <= set(values):
             names = ", ".join(self.sample) if isinstance(self.sample, dict) else "a tuple"

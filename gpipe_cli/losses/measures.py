@@ -23,8 +23,8 @@ _CLASS_LOSSES = (nn.CrossEntropyLoss,)
 _TOP = 5
 """Of so many classes or fewer, each is among the best so many."""
 _ONE_TENSOR = (
-    "let the model return the scores of all positions and nothing else (see "
-    "`Use a model that computes its own loss` in docs/how-to/your-own-model.md)"
+    "give loss=own if the model computes its own loss from the targets, or let it return the scores of all positions "
+    "and nothing else"
 )
 
 
