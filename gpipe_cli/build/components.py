@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,11 +152,6 @@ def keeps_on_disk(settings: ModelConfig) -> bool:
 def reads_on_demand(settings: RunConfig) -> bool:
     """Whether the engine reads saved tensors one by one: no process of it may have memory for all of them."""
     return keeps_on_disk(settings) or traits_of_engine(settings).needs_processes
-
-
-def scratch_folder(settings: ModelConfig) -> Path:
-    """Where an engine may create a file while it runs: on the disk of the run directory, which may not exist yet."""
-    return Path(settings.run_dir or "runs")
 
 
 def measures_layers(settings: ModelConfig) -> bool:

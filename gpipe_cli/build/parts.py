@@ -21,7 +21,6 @@ from gpipe_cli.build.components import (
     engine_name,
     keeps_on_disk,
     needs_values,
-    scratch_folder,
     traits_of_engine,
 )
 from gpipe_cli.build.custom_schedule import (
@@ -61,6 +60,7 @@ from gpipe_cli.profiling.profile_cache import ProfileCache, default_folder
 from gpipe_cli.profiling.records import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
+from gpipe_cli.runs.directory import planned_run_directory
 from gpipe_cli.runs.snapshots.record import BaseWeights
 from gpipe_cli.schedule import names
 from gpipe_cli.schedule.files import FixedOrder
@@ -387,7 +387,7 @@ def engine_spec(settings: ModelConfig, parts: RunParts, objective: TrainingObjec
         step_timeout=settings.step_timeout,
         shards_optimizer=settings.shard == "optimizer",
         log_layers=settings.log.layers,
-        scratch=scratch_folder(settings),
+        scratch=planned_run_directory(settings.run_dir),
         make_sample=lambda: make_sample(settings, parts.loader),
         referenced=parts.referenced,
     )

@@ -27,6 +27,7 @@ from gpipe_cli.build.ranks import (
     settings_for_rank,
     with_heartbeat,
 )
+from gpipe_cli.config.checks import PROCESSES
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import TrainConfig
@@ -67,7 +68,6 @@ from gpipe_cli.runs.snapshots.manager import Retention, SnapshotManager, check_s
 from gpipe_cli.runs.snapshots.manifest import rewind_snapshots
 from gpipe_cli.runs.summary import (
     finished_summary,
-    is_finished,
     stop_with_resume_command,
     summarize,
     write_report,
@@ -83,7 +83,6 @@ if TYPE_CHECKING:  # a run loads what its page needs when it begins, and the pla
     from gpipe_cli.plan.for_training import PlannedRun
     from gpipe_cli.runs.page_files import RunPage
 
-PROCESSES = "gpipe_cli.engines.processes.build"
 KEPT_IN_TRAINING = 3
 """Snapshots besides the best one, unless snapshot.keep says how many."""
 
@@ -192,7 +191,7 @@ class Run:
     def what_to_do(self, spec: TrainSpec) -> Do:
         if self.job.dry_run:
             return Do.SHOW
-        if is_finished(self.record, spec):
+        if self.record is not None and spec.is_done(self.record.position, self.record.patience):
             return Do.NOTHING
         return Do.LAUNCH if starts_ranks(self.settings) else Do.TRAIN
 

@@ -51,11 +51,6 @@ def summarize(
     }
 
 
-def is_finished(record: TrainingRecord | None, spec: TrainSpec) -> bool:
-    """Whether a run with a snapshot of this record has nothing left to train."""
-    return record is not None and spec.is_done(record.position, record.patience)
-
-
 def finished_summary(
     directory: Path, record: TrainingRecord, spec: TrainSpec, loader: BatchLoader, job: Job
 ) -> Summary:

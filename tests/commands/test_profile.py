@@ -38,7 +38,7 @@ def test_a_profile_divides_the_model_as_training_does(gpipe: Gpipe) -> None:
 def test_rows_are_sorted_and_limited_as_configured(gpipe: Gpipe) -> None:
     title, heading, *lines = gpipe("profile", *QUICK, "sort=memory", "top=3").out.splitlines()
     assert title == "3 of 10 layers (top=null shows them all)"
-    columns = "layer name type partition parameters bytes saved output forward ms backward ms share"
+    columns = "layer name type partition parameters bytes saved output forward ms backward ms share of time"
     assert " ".join(heading.split()) == columns
     saved = [float(line.split()[7]) for line in lines[:3]]
     assert saved == sorted(saved, reverse=True)
