@@ -64,7 +64,7 @@ MISSING: Mapping[str, tuple[type[GpipeError], str]] = {
     ),
     "model.weights": (RunError, NO_FILE),
     "data.path": (DataError, "cannot be read: no such file or directory"),
-    "data.root": (DataError, "is no folder; put a folder of images per class there"),
+    "data.root": (DataError, "is not a folder; put a folder of images per class there"),
     "data.tokenizer": (
         ConfigError,
         "no such file or directory; gpipe downloads nothing, give a local tokenizer.json or its directory",
