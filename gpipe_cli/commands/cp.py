@@ -138,6 +138,8 @@ def _write(content: bytes, target: Path) -> Path:
 
 def _use(topic: str, target: Path) -> str:
     """How to use the copy: gpipe finds an option in a folder that has the name of its group."""
+    if target.absolute().parent.name != topic and topic == "recipes":
+        return shlex.join(["gpipe", "train", f"config={target}"])
     if target.absolute().parent.name != topic:
         return f"put it into a folder {topic}/, and give the folder above it as --config-dir"
     key = "recipe" if topic == "recipes" else topic

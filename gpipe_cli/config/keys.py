@@ -33,6 +33,7 @@ QUOTES = "\"'"
 HINTS = {
     "hydra": "see `gpipe {command} --cfg hydra` for the keys of Hydra",
     "jobs": "give hydra/launcher=joblib hydra.launcher.n_jobs=2 to a sweep (-m) instead",
+    "model.pretrained": "give model.weights=<file>, because gpipe downloads nothing",
 }
 """What to do about keys that are not ours."""
 
@@ -271,8 +272,8 @@ def _words_of_file(words: Iterable[str]) -> list[str]:
 def hint_for_unknown(key: str, command: str) -> str:
     """What to do about a key that the command does not have."""
     group, _, name = key.partition(".")
-    if group in HINTS:
-        return HINTS[group].format(command=command)
+    if hint := HINTS.get(key) or HINTS.get(group):
+        return hint.format(command=command)
     known = known_keys(command)
     owners = [
         option.name

@@ -269,7 +269,7 @@ def read_config_file(command: str, words: Sequence[str], primary: str) -> Config
         name,
         {"defaults": entries, **keys},
         (*map(override_key, words_of_file), *(key for key in keys if key not in GROUPS)),
-        tuple(word for word in given if override_key(word).partition(".")[0] in {*plain, RECIPES}),
+        tuple(word for word in given if override_key(word).partition(".")[0] in {*nested, RECIPES}),
         options,
         [f"{RECIPES}={options_of_file[RECIPES]}"] if RECIPES in options_of_file else [],
         tuple(notes),
@@ -339,7 +339,7 @@ def _nested(plain: Mapping[Any, Any]) -> dict[str, Any]:
     """Put `optimizer.lr: 0.1` where `optimizer: {lr: 0.1}` would be, and `model: gpt` for `{model: {option: gpt}}`."""
     nested: Any = OmegaConf.create({})
     given: set[str] = set()
-    for key, value in plain.items():
+    for key, value in _of_recipe(plain).items():
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ConfigError(f"{key!r} is not the name of a key")
         path = key.removeprefix("+")
@@ -352,6 +352,18 @@ def _nested(plain: Mapping[Any, Any]) -> dict[str, Any]:
         OmegaConf.update(nested, path, value, merge=True, force_add=True)
     container: Any = OmegaConf.to_container(nested)
     return dict(container)
+
+
+def _of_recipe(plain: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The options that a copied recipe has in its list of defaults, as keys."""
+    entries = plain.get("defaults")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        return plain
+    chosen = {str(key).removeprefix("override /"): name for entry in entries for key, name in entry.items()}
+    if not chosen or not chosen.keys() <= {*GROUPS}:
+        return plain
+    rest = {key: value for key, value in plain.items() if key != "defaults"}
+    return {f"{group}.{OPTION}": name for group, name in chosen.items()} | rest
 
 
 def _lifted(nested: Mapping[str, Any], command: str) -> tuple[dict[str, str], dict[str, Any]]:

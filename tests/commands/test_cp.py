@@ -25,6 +25,15 @@ def test_a_copy_can_be_used_with_the_printed_command(what: str, where: str, gpip
     assert shown.code == 0 and "name: resnet18" in shown.out
 
 
+@pytest.mark.parametrize("recipe", ["digits", "unet_shapes", "hf_lora"])
+def test_a_recipe_that_was_copied_is_a_file_of_keys_too(gpipe: Gpipe, recipe: str) -> None:
+    """`gpipe cp recipe/digits mine.yaml`, then `config=mine.yaml`, was refused for its list of defaults."""
+    answer = gpipe("cp", f"recipe/{recipe}", "mine.yaml", "--json")
+    assert answer.json["use"] == "gpipe train config=mine.yaml"
+    composed = [gpipe("train", "--cfg", "job", word).out for word in ("config=mine.yaml", f"recipe={recipe}")]
+    assert composed[0] == composed[1] and "lr_schedule" in composed[0]
+
+
 def test_a_folder_gets_a_file_of_the_same_name(gpipe: Gpipe) -> None:
     Path("here").mkdir()
     out = gpipe("cp", "optimizer/sgd", "here").out.splitlines()
