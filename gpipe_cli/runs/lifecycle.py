@@ -29,7 +29,7 @@ from gpipe_cli.build.ranks import (
 )
 from gpipe_cli.config.checks import PROCESSES
 from gpipe_cli.config.instantiate import instantiate
-from gpipe_cli.config.job import Job, Summary
+from gpipe_cli.config.job import Job, Summary, resume_command
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
@@ -359,6 +359,8 @@ class Run:
     def _record_start(self, recorder: Recorder, messages: list[str], parts: RunParts) -> None:
         settings, partitioning = self.settings, parts.partitioning
         recorder.print_status(f"run directory: {self.directory}")
+        if on_terminal():
+            recorder.print_status(f"if this terminal closes: {resume_command(self.directory, settings)}")
         for message in (*messages, *parts.made.lines):
             recorder.print_status(message)
         if settings.chunks > settings.batch_size:

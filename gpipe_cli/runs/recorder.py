@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.job import Job
 from gpipe_cli.config.schema import LogConfig, TrainConfig
-from gpipe_cli.errors import GpipeError, ResourceError
+from gpipe_cli.errors import GpipeError, ResourceError, Stopped
 from gpipe_cli.loggers.protocol import LoggedRun, Logger
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status, redirect_streams
@@ -400,6 +400,9 @@ def run_log(file: LineFile, settings: LogConfig, step: int) -> Iterator[RunLog]:
         logger.addFilter(log)
     try:
         yield log
+    except Stopped as stop:  # on request: there is nothing to search for
+        GPIPE.info("%s", stop)
+        raise
     except BaseException:
         GPIPE.exception("the run ends here")
         raise

@@ -99,3 +99,8 @@ def test_defaults_are_shown_as_they_are_written_on_the_command_line() -> None:
     assert shown["steps"] == ("int", "null")
     assert shown["log.layers"] == ("bool", "false")
     assert shown["model"] == ("group", "")
+
+
+def test_who_looks_for_pretrained_weights_is_sent_to_the_key_for_them() -> None:
+    """`model.pretrained=true` was answered with "did you mean 'model.tied'?"."""
+    assert keys.hint_for_unknown("model.pretrained", "train").startswith("give model.weights=<file>")

@@ -110,12 +110,15 @@ def test_control_c_leaves_one_line_and_the_command_to_resume(
         echoes_control_keys = terminal.echoes_control_keys
         screen.feed(terminal.read_until(lambda output: False))
     lines = [line for line in screen.lines if line and not re.match(r"step \d+ \| (train|eval) \|", line)]
-    text = "".join(lines)
+    text = " ".join(" ".join(lines).split())
     # Only whole lines remain: those of evaluations, the last step, and the message. No part of a frame, and no ^C.
     assert "━" not in text and "^C" not in text and "samples/s  lr" not in text
     assert text.count("remaining") == 1
     assert echoes_control_keys
     assert text.endswith("resume with: gpipe train resume=here")
+    assert "if this terminal closes: gpipe train resume=here" in text
+    log = Path("here", "train.log").read_text(encoding="utf-8")
+    assert "INFO stopped by Ctrl-C; saved in" in log and "Traceback" not in log
 
 
 def last_frame(output: str) -> list[str]:
