@@ -6,6 +6,13 @@ from torch import nn
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult
+from gpipe_cli.balance.solver import require_layers
+
+
+def balance_by_params(module: nn.Sequential, partitions: int) -> list[int]:
+    """Layers per partition for `GPipe(module, balance)`. Nothing runs, so there is no sample."""
+    require_layers(len(module), partitions)
+    return balance(module, partitions).layers
 
 
 def balance(module: nn.Sequential, partitions: int, within: MemoryObjective | None = None) -> BalanceResult:

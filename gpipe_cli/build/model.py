@@ -35,7 +35,7 @@ from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.report.output import print_status
 from gpipe_cli.runs.snapshots.record import BaseWeights, base_weights
-from gpipe_cli.sequential import LayerSequence, flatten_model
+from gpipe_cli.sequential import LayerSequence, flatten_model, listed_layers
 from gpipe_cli.sequential.deferred import (
     DeferredParameter,
     defer_parameters,
@@ -139,9 +139,12 @@ def make_model(
 
     with recording():
         model = build(classes)
+        if isinstance(model, list | tuple):
+            model = listed_layers(model)
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
+            f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module, or a "
+            "list of layers"
         )
     _check_positions(model, loader.traced_batch())
     patterns = settings.freeze

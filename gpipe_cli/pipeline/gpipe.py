@@ -17,6 +17,7 @@ from gpipe_cli.pipeline.pipe import Pipe
 from gpipe_cli.schedule import ScheduleModule, order, traits
 from gpipe_cli.schedule.action import ScheduleTraits, checked_checkpoint
 from gpipe_cli.schedule.orders import one_by_one
+from gpipe_cli.sequential.by_list import Item, listed_layers
 
 _BALANCE_HINT = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
 
@@ -29,13 +30,14 @@ class GPipe(Pipe):
         output = pipe(input)                        # then loss_fn(output, target).backward()
         loss = pipe.step(input, target, loss_fn)    # forward and backward by the whole schedule
 
+    `module` may also be a list of modules, functions and factories: see `gpipe_cli.sequential.listed_layers`.
     `balance` is the number of layers per partition, `checkpoint` a mode for all of them or one for each. The input
     must be on `input_device`; the output is on `output_device`. Parameters keep the names they have in `module`.
     """
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: nn.Sequential | Sequence[Item],
         balance: Iterable[int] | None = None,
         *,
         devices: Iterable[Device] | None = None,
@@ -48,7 +50,9 @@ class GPipe(Pipe):
         """schedule: a name, or a single order such as `schedule.files.read_schedule` returns."""
         if balance is None:
             raise ValueError(f"balance is required: how many layers go to each partition. {_BALANCE_HINT}")
-        super().__init__(module, chunks, deferred_batch_norm)
+        if isinstance(module, list | tuple):
+            module = listed_layers(module)
+        super().__init__(module, chunks, deferred_batch_norm)  # type: ignore[arg-type]  # which it checks
         self.balance = list(balance)
         modes = checked_checkpoint(checkpoint, len(self.balance))
         schedule_traits = traits(schedule)

@@ -9,9 +9,11 @@ Nothing runs here: it is up to the author that the list computes what the model'
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
@@ -21,7 +23,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.sequence import LayerSequence, named_tensors
 
 Item: TypeAlias = str | nn.Module | Callable[..., Any]
-"""A submodule's dotted name, a module, or a function of the previous layer's output."""
+"""A submodule's dotted name, a module, a function of the previous layer's output, or what makes a module: a class or
+function without parameters, a functools.partial of a class, or a LayerSpec of DeepSpeed."""
 
 _MAX_NAMES = 10
 """In a message."""
@@ -42,6 +45,50 @@ class FunctionLayer(nn.Module):
 
     def extra_repr(self) -> str:
         return getattr(self.function, "__name__", repr(self.function))
+
+
+def listed_layers(items: Iterable[Item]) -> LayerSequence:
+    """A sequence of modules, functions and factories, each of which is called where its layer belongs.
+
+    Names are those of nn.Sequential. Layers that share parameters, as DeepSpeed's TiedLayerSpec makes them, must hold
+    the same module or parameter.
+    """
+    return LayerSequence(_listed(item, position) for position, item in enumerate(items))
+
+
+def _listed(item: Any, position: int) -> nn.Module:
+    item = _made(item)
+    if isinstance(item, nn.Module):
+        return item
+    if callable(item):
+        return FunctionLayer(item)
+    raise TypeError(
+        f"layer {position} is a {type(item).__name__} ({item!r}); give a module, a function or a factory"
+    )
+
+
+def _made(item: Any) -> Any:
+    """The module that a factory makes; anything else as it is."""
+    if isinstance(item, nn.Module):
+        return item
+    if type(item).__name__ == "TiedLayerSpec":
+        raise TypeError(
+            f"{item!r} is tied; make the module once, and list functions that call it or its parameter"
+        )
+    if callable(build := getattr(item, "build", None)):
+        return build()
+    kind = item.func if isinstance(item, partial) else item
+    if isinstance(kind, type) and issubclass(kind, nn.Module):
+        return item()
+    is_factory = callable(item) and not isinstance(kind, type) and _takes_nothing(item)
+    return item() if is_factory else item
+
+
+def _takes_nothing(function: Callable[..., Any]) -> bool:
+    try:
+        return not inspect.signature(function).parameters
+    except ValueError:  # a function of C, which may not say what it takes
+        return False
 
 
 @final
@@ -124,6 +171,7 @@ def _layer(model: nn.Module, paths: dict[nn.Module, str], item: Item, position: 
             raise ConfigError(
                 f"{type(model).__name__} has no submodule '{item}'; close names: {', '.join(near)}"
             ) from error
+    item = _made(item)
     if isinstance(item, nn.Module):
         return _ListedLayer(paths.get(item, f"layer_{position}"), item)
     if callable(item):

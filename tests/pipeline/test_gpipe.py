@@ -9,8 +9,10 @@ import pickle
 import sys
 import threading
 import traceback
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from torch.nn import functional
 
 import gpipe_cli
 from gpipe_cli import GPipe
-from gpipe_cli.sequential import LayerSequence
+from gpipe_cli.balance import balance_by_params
+from gpipe_cli.sequential import LayerSequence, listed_layers
 
 
 def three_layers() -> nn.Sequential:
@@ -99,13 +102,56 @@ def test_every_mistake_is_named(arguments: dict[str, object], error: type[Except
         GPipe(three_layers(), **{"balance": [1, 2], **arguments})
 
 
-@pytest.mark.parametrize("module", [nn.Linear(1, 1), [nn.Linear(1, 1), nn.ReLU()]])
-def test_a_module_that_is_no_sequence_is_refused_with_how_to_make_one(module: Any) -> None:
-    """A list of layers, as DeepSpeed takes it, was refused as a "non-sequential module" without another word."""
+def test_a_module_that_is_no_sequence_is_refused_with_how_to_make_one() -> None:
+    module: Any = nn.Linear(1, 1)
     with pytest.raises(
         TypeError, match=r"non-sequential module cannot be partitioned; give nn.Sequential\(\*layers"
     ):
         GPipe(module, [1])
+
+
+def test_a_list_of_modules_functions_and_factories_is_a_pipe() -> None:
+    """As DeepSpeed's PipelineModule takes it."""
+
+    @dataclass
+    class LayerSpec:  # DeepSpeed's, which has more fields
+        kind: type[nn.Module]
+        arguments: tuple[Any, ...]
+
+        def build(self) -> nn.Module:
+            return self.kind(*self.arguments)
+
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(4, 8),
+        torch.relu,
+        LayerSpec(nn.Linear, (8, 8)),
+        lambda x: x * 2,
+        partial(nn.Linear, 8, 8),
+        nn.Tanh,
+        lambda: nn.Linear(8, 2),
+    ]
+    sequence = listed_layers(layers)
+    assert [name for name, _ in sequence.named_parameters()][::2] == [f"{at}.weight" for at in (0, 2, 4, 6)]
+    balance = balance_by_params(sequence, 2)
+    assert len(balance) == 2 and sum(balance) == len(layers)
+    torch.manual_seed(0)
+    input = torch.randn(6, 4)
+    expected = sequence(input)
+    with GPipe(sequence, balance, chunks=2) as pipe:
+        torch.testing.assert_close(pipe(input), expected)
+    with GPipe([nn.Linear(4, 2), torch.relu], [1, 1]) as pipe:
+        assert pipe(input).shape == (6, 2)
+
+
+def test_what_cannot_be_a_layer_of_a_list_is_refused() -> None:
+    class TiedLayerSpec:
+        """As in DeepSpeed, which ties by a name."""
+
+    with pytest.raises(TypeError, match=r"TiedLayerSpec.* is tied; make the module once"):
+        listed_layers([cast("Any", TiedLayerSpec())])
+    with pytest.raises(TypeError, match=r"layer 1 is a int \(3\); give a module, a function or a factory"):
+        GPipe([nn.ReLU(), cast("Any", 3)], [2])
 
 
 def test_the_same_layer_twice_is_refused() -> None:
