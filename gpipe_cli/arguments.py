@@ -15,8 +15,9 @@ from typing import final
 
 from gpipe_cli.config.keys import config_keys, known_keys
 from gpipe_cli.config.schema import POSITIONAL, SCHEMAS, SWEPT, WITH_MODEL
-from gpipe_cli.config.words import Request, check_characters, check_given_once, escape_references, quoted
+from gpipe_cli.config.words import Request, check_characters, check_given_once
 from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.values import escape_references, quoted
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 CFG_PARTS = ("job", "hydra", "all")

@@ -51,7 +51,6 @@ from gpipe_cli.config.words import (
     Request,
     override_key,
     quote_override,
-    quoted,
     sets_hydra,
     sets_key,
     without_keys,
@@ -77,7 +76,7 @@ from gpipe_cli.training.signals import (
     install_handlers,
     stop_immediately,
 )
-from gpipe_cli.values import lower_is_better
+from gpipe_cli.values import lower_is_better, quoted
 
 PRIMARY = "gpipe_job"
 LOCK, RESULTS = "sweep.lock", "results"

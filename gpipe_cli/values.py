@@ -1,4 +1,4 @@
-"""Values as people write them in a configuration: sizes in bytes, durations, bounded numbers and nested mappings."""
+"""Values as people write them in a configuration: sizes, durations, texts, bounded numbers and nested mappings."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ FACTORS = "factors"
 """The attribute of an output that the loss has yet to multiply: the tensors that it multiplies it with."""
 LOWER_IS_BETTER = ("loss", "error", "bits_per_token", "perplexity")
 """A metric whose name ends like this is best when it is smallest; any other when it is largest."""
+STRUCTURE = re.compile(r"""[\[\]{}(),]|\A\s*(["']).*\1\s*\Z""", re.DOTALL)
+"""Lists, mappings, functions, sweeps and text that is already quoted."""
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
@@ -66,6 +68,25 @@ def parse_duration(text: str) -> float | None:
         return None
     parts = zip(match.groups(), (3600.0, 60.0, 1.0), strict=True)
     return sum(float(number) * unit for number, unit in parts if number is not None) or None
+
+
+def text_word(key: str, text: object) -> str:
+    """The word that sets the key to this text, whatever characters it has, in quotes only if it needs them."""
+    value = str(text)
+    is_plain = value == value.strip() and not STRUCTURE.search(value) and "${" not in value
+    return f"{key}={value if is_plain else quoted(escape_references(value))}"
+
+
+def escape_references(text: str) -> str:
+    """The text, written so that OmegaConf reads it as it is: a backslash makes plain text of a reference."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+
+
+def quoted(text: str) -> str:
+    """The text in quotes, as Hydra's grammar reads it."""
+    # Inside quotes a backslash stands for itself unless a quote follows it.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + (r"\'" if end[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def lower_is_better(metric: str) -> bool:

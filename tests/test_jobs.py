@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.arguments import parse
-from gpipe_cli.config.words import quoted
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.values import quoted
 from tests.support.command_line import Gpipe
 
 

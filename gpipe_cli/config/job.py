@@ -12,9 +12,10 @@ from typing import Any, final
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.config.schema import CommandConfig, ModelConfig
-from gpipe_cli.config.words import override_group, text_word
+from gpipe_cli.config.words import override_group
 from gpipe_cli.launch.rank import is_main_process
 from gpipe_cli.launch.rank_files import RankFiles
+from gpipe_cli.values import text_word
 
 Summary = Mapping[str, Any]
 SAME_IN_RANKS = ("overrides", "line", "model", "in_sweep", "json", "began")

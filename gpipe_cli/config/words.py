@@ -15,6 +15,7 @@ from typing import final
 from gpipe_cli.config.schema import COMPONENT_GROUPS, SCHEMAS
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.report.formatting import hidden_character, no_hidden
+from gpipe_cli.values import STRUCTURE, escape_references, quoted
 
 SMALL = "small"
 SCALES = ("full", SMALL)
@@ -32,8 +33,6 @@ _CODE = re.compile(r"([A-Za-z_][\w.]*|[\w./-]+\.py):([A-Za-z_]\w*(?:\.\w+)*)")
 """`mypkg.nets:build` or `./nets.py:build`"""
 _REFERENCE = re.compile(r"\$\{[^}]*\}")
 _HYDRA_READS = re.compile(r"(?:\\.|[\w/\-+.$%*@?|:\\ \t])*", re.ASCII)
-_STRUCTURE = re.compile(r"""[\[\]{}(),]|\A\s*(["']).*\1\s*\Z""", re.DOTALL)
-"""Lists, mappings, functions, sweeps and text that is already quoted."""
 
 
 @final
@@ -206,25 +205,6 @@ def quote_override(word: str) -> str:
     if equals and key in TEXT_KEYS:
         return f"{key}={quoted(escape_references(value))}"
     plain = _REFERENCE.sub("", value)
-    if not equals or _HYDRA_READS.fullmatch(plain) or _STRUCTURE.search(plain):
+    if not equals or _HYDRA_READS.fullmatch(plain) or STRUCTURE.search(plain):
         return word
     return f"{key}={quoted(value)}"
-
-
-def text_word(key: str, text: object) -> str:
-    """The word that sets the key to this text, whatever characters it has, in quotes only if it needs them."""
-    value = str(text)
-    is_plain = value == value.strip() and not _STRUCTURE.search(value) and "${" not in value
-    return f"{key}={value if is_plain else quoted(escape_references(value))}"
-
-
-def escape_references(text: str) -> str:
-    """The text, written so that OmegaConf reads it as it is: a backslash makes plain text of a reference."""
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-
-
-def quoted(text: str) -> str:
-    """The text in quotes, as Hydra's grammar reads it."""
-    # Inside quotes a backslash stands for itself unless a quote follows it.
-    escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + (r"\'" if end[2] else ""), text)
-    return f"'{escaped}'"

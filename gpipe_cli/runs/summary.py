@@ -12,7 +12,6 @@ from gpipe_cli.activity import activity
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.config.job import Job, Summary, allow_override, resume_command
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.config.words import text_word
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import DataError, ResourceError, Stopped
 from gpipe_cli.report.formatting import describe, format_value
@@ -26,6 +25,7 @@ from gpipe_cli.runs.snapshots.manifest import snapshot_paths
 from gpipe_cli.runs.snapshots.record import TrainingRecord
 from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
+from gpipe_cli.values import text_word
 
 SUMMARY, PAGE = "summary.json", "report.html"
 

@@ -30,7 +30,7 @@ from gpipe_cli.runs.reader import (
     as_text,
     is_run,
 )
-from gpipe_cli.values import lower_is_better
+from gpipe_cli.values import lower_is_better, text_word
 
 WINDOW_COLUMNS = ("loss_mean", "loss_min", "loss_max")
 """Columns of the training loss over the steps since the row before, drawn as one curve with the loss."""
@@ -450,10 +450,10 @@ def _next_commands(directory: Path, launch: Mapping[str, Any]) -> dict[str, str]
     config = f"config={directory / 'config.yaml'}"
     return {
         "Resume the run; add epochs=... to train longer": shlex.join(
-            ["gpipe", "train", f"resume={directory}", *allow]
+            ["gpipe", "train", text_word("resume", directory), *allow]
         ),
-        "Evaluate it": shlex.join(["gpipe", "eval", f"run={directory}", *allow]),
-        "Export the trained weights": shlex.join(["gpipe", "export", f"run={directory}"]),
+        "Evaluate it": shlex.join(["gpipe", "eval", text_word("run", directory), *allow]),
+        "Export the trained weights": shlex.join(["gpipe", "export", text_word("run", directory)]),
         "See where time and memory go": shlex.join(
             ["gpipe", "profile", "timeline=true", config, *engine, *allow]
         ),

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +44,15 @@ def test_a_training_run_is_read_whole(tmp_path: Path) -> None:
     )
     assert run.commands == ("gpipe train",) and run.environment["devices"] == ["cpu"]
     assert run.next_commands["Evaluate it"] == f"gpipe eval run={tmp_path}"
+
+
+def test_the_commands_name_a_run_whatever_its_directory_is_called(tmp_path: Path) -> None:
+    """Its comma made several values of the name, which need -m."""
+    (tmp_path / "a,b").mkdir()
+    commands = read_run(write_training(tmp_path / "a,b")).next_commands
+    (word,) = shlex.split(commands["Evaluate it"])[2:]
+    (override,) = OverridesParser.create().parse_overrides([word])
+    assert override.value() == str(tmp_path / "a,b") and not override.is_sweep_override()
 
 
 def test_the_measured_memory_of_a_device_is_beside_the_estimate_of_its_partitions(tmp_path: Path) -> None:
