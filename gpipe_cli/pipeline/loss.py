@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli.pipeline.context import MicroBatch, is_recomputing
-from gpipe_cli.pipeline.microbatch import Batch, Value, tensors_of
+from gpipe_cli.pipeline.microbatch import Batch, MiniBatch, Value, tensors_of
 from gpipe_cli.pytree import map_tensors, unflatten
+from gpipe_cli.sequential import original_output
 from gpipe_cli.values import FACTORS
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -101,27 +102,26 @@ class StepLoss:
 
     def __init__(
         self,
-        function: LossFunction,
+        module: nn.Sequential,
+        loss: LossFunction,
         target: Value,
-        rows: int,
-        count: int,
+        input: MiniBatch,
+        reduction: Reduction = "mean",
         *,
-        given: LossFunction,
-        reduction: Reduction,
-        keeps_outputs: bool,
+        keeps_outputs: bool = False,
     ) -> None:
-        """given: the loss of the caller, which `function` calls and which may be a `WeighingLoss`."""
-        _check_reduction(given, reduction)
-        batch = Batch(target, "target")
-        if batch.rows != rows:
+        """loss: the caller's, which may be a `WeighingLoss`."""
+        _check_reduction(loss, reduction)
+        batch, count = Batch(target, "target"), len(input.micro_batches)
+        if batch.rows != input.rows:
             raise ValueError(
-                f"target and input must agree on the batch size (target: {batch.rows}, input: {rows})"
+                f"target and input must agree on the batch size (target: {batch.rows}, input: {input.rows})"
             )
-        self._function = function
+        self._module, self._loss = module, loss
         self._targets = [unflatten(batch.template, tensors) for tensors in batch.scatter(count)]
-        self.modules = list(called_modules(given))
+        self.modules = list(called_modules(loss))
         if reduction == "mean":
-            weights = row_weights(given, target, rows)
+            weights = row_weights(loss, target, input.rows)
             self._weights = [sum(part.tolist()) for part in weights.tensor_split(count)]
         else:
             self._weights = [1] * count
@@ -134,7 +134,7 @@ class StepLoss:
 
     def weighted(self, output: Value, micro_batch: MicroBatch) -> Tensor:
         """The micro-batch's share of the loss of the mini-batch, with its graph."""
-        loss = self._function(output, self._targets[micro_batch.index])
+        loss = self._loss(original_output(self._module, output), self._targets[micro_batch.index])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"loss_fn must give one number per call, got {_shape(loss)}")
         weight = self._weights[micro_batch.index]

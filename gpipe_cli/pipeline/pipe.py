@@ -159,7 +159,7 @@ class Pipe(nn.Module):
             raise RuntimeError("step computes gradients and cannot run under no_grad: call the pipe instead")
         self._check_layers()
         batch = self._mini_batch(input, key)
-        loss = self._step_loss(batch, target, loss_fn, reduction, return_output)
+        loss = StepLoss(self.module, loss_fn, target, batch, reduction, keeps_outputs=return_output)
         self._step(batch, loss)
         return self._step_result(loss, return_output)
 
@@ -167,7 +167,7 @@ class Pipe(nn.Module):
         """The loss of a mini-batch without gradients; its output never exists as a whole."""
         self._check_layers()
         batch = self._mini_batch(input)
-        loss = self._step_loss(batch, target, loss_fn, "mean", keeps_outputs=False)
+        loss = StepLoss(self.module, loss_fn, target, batch)
         with torch.no_grad():
             self._runner.loss(batch, loss)
         return loss.total()
@@ -273,29 +273,6 @@ class Pipe(nn.Module):
             return ()
         output: Output = original_output(self.module, value)
         return output
-
-    def _step_loss(
-        self,
-        batch: MiniBatch,
-        target: Value,
-        loss_fn: LossFunction,
-        reduction: Reduction,
-        keeps_outputs: bool,
-    ) -> StepLoss:
-        module = self.module
-
-        def function(output: Value, target: Value) -> Tensor:
-            return loss_fn(original_output(module, output), target)
-
-        return StepLoss(
-            function,
-            target,
-            batch.rows,
-            len(batch.inputs),
-            given=loss_fn,
-            reduction=reduction,
-            keeps_outputs=keeps_outputs,
-        )
 
     def _step_result(self, loss: StepLoss, return_output: bool) -> Tensor | tuple[Tensor, Output]:
         if not return_output:
