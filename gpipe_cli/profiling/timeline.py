@@ -280,9 +280,30 @@ def diagnose(
     gain: BalanceGain | None = None,
 ) -> Diagnosis:
     """`rows` is the size of a mini-batch, which bounds the number of micro-batches."""
+
+    def advice() -> Iterator[str]:
+        if spec.schedule == BY_SLICE:
+            yield from _slice_advice(partitions, bubble)
+            return
+        splits, several = spec.traits.splits_backward, spec.traits.several_per_device
+        if gain is not None and gain.is_worthwhile:
+            # The other advice assumes partitions that take about as long as each other.
+            yield str(gain)
+            return
+        if ideal_bubble > LARGE_BUBBLE and 2 * spec.micro_batches <= rows:
+            yield f"chunks={2 * spec.micro_batches} shortens the bubble that any schedule has at both ends"
+        if ideal_bubble > LARGE_BUBBLE and not (splits or several) and len(partitions) > 1:
+            yield f"schedule={ZERO_BUBBLE} fills a part of it"
+        if bubble > ideal_bubble + ABOVE_IDEAL:
+            if spec.cores is not None and spec.partitions > spec.cores:
+                yield f"partitions={spec.cores} is as many as there are cores: more of them take turns"
+            else:
+                yield "fewer chunks or a larger batch_size make pieces that take longer than passing them on"
+        if max(partition.recompute for partition in partitions) > MUCH_RECOMPUTATION:
+            yield "checkpoint=never saves the recomputation, if memory allows"
+
     busiest = max(range(len(partitions)), key=lambda index: partitions[index].busy)
-    advice = list(_advice(partitions, spec, bubble, ideal_bubble, rows, gain))
-    return Diagnosis(busiest, advice or ["nothing stands out"])
+    return Diagnosis(busiest, list(advice()) or ["nothing stands out"])
 
 
 def compare_with_ideal(step: StepTimeline, ideal: StepTimeline, cores: int | None) -> str:
@@ -303,35 +324,6 @@ def compare_with_ideal(step: StepTimeline, ideal: StepTimeline, cores: int | Non
         shared = "memory and caches" if cores is None else f"{cores} cores, memory and caches"
         return f"layers took {pace:.2f} times as long as alone, which the ideal does not know: workers share {shared}"
     return ""
-
-
-def _advice(
-    partitions: Sequence[PartitionTime],
-    spec: PipelineSpec,
-    bubble: float,
-    ideal_bubble: float,
-    rows: int,
-    gain: BalanceGain | None,
-) -> Iterator[str]:
-    if spec.schedule == BY_SLICE:
-        yield from _slice_advice(partitions, bubble)
-        return
-    splits, several = spec.traits.splits_backward, spec.traits.several_per_device
-    if gain is not None and gain.is_worthwhile:
-        # The other advice assumes partitions that take about as long as each other.
-        yield str(gain)
-        return
-    if ideal_bubble > LARGE_BUBBLE and 2 * spec.micro_batches <= rows:
-        yield f"chunks={2 * spec.micro_batches} shortens the bubble that any schedule has at both ends"
-    if ideal_bubble > LARGE_BUBBLE and not (splits or several) and len(partitions) > 1:
-        yield f"schedule={ZERO_BUBBLE} fills a part of it"
-    if bubble > ideal_bubble + ABOVE_IDEAL:
-        if spec.cores is not None and spec.partitions > spec.cores:
-            yield f"partitions={spec.cores} is as many as there are cores: more of them take turns"
-        else:
-            yield "fewer chunks or a larger batch_size make pieces that take longer than passing them on"
-    if max(partition.recompute for partition in partitions) > MUCH_RECOMPUTATION:
-        yield "checkpoint=never saves the recomputation, if memory allows"
 
 
 def _slice_advice(slices: Sequence[PartitionTime], bubble: float) -> Iterator[str]:
