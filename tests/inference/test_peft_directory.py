@@ -108,6 +108,22 @@ def test_peft_loads_what_is_exported_to_the_bit(
             assert not torch.equal(adapted(**inputs).logits, expected)
 
 
+def test_an_adapter_of_a_base_in_four_bits_is_one_for_bitsandbytes(gpipe: Gpipe, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="needs gpipe-cli[quantize]")
+    base = save_model(tmp_path / "base", "AutoModelForCausalLM", tiny_config())
+    node = {"path": str(base), "lora": {"rank": 2}, "quantize": "nf4", "dtype": "float32"}
+    model = save_run(tmp_path / "run", node)
+    assert gpipe("export", "run=run", "out=adapter", "format=peft").code == 0
+    settings = transformers().BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    plain = transformers().AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=settings, dtype=torch.float32, device_map="cpu"
+    )
+    adapted = import_package("peft").PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    embedded = torch.randn(2, 6, 16, requires_grad=True)
+    # In train mode: on some CPUs evaluation replaces the weights of bitsandbytes' layer by rounded ones.
+    assert torch.equal(adapted.train()(inputs_embeds=embedded).logits, model(inputs_embeds=embedded).logits)
+
+
 def test_other_formats_and_other_runs_are_refused_with_the_cure(gpipe: Gpipe, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", "AutoModelForCausalLM", tiny_config())
     save_run(tmp_path / "run", {"path": str(base), "lora": {"rank": 2}})
