@@ -55,10 +55,9 @@ def format_bytes(count: float) -> str:
 
 
 def exact_bytes(count: int) -> str:
-    """The very number in the largest binary unit of which it is a multiple: 80GiB, or 85899345921."""
-    units = [(size, name) for name, size in BYTE_UNITS.items() if "i" in name and count % size == 0]
-    size, name = max(units, default=(1, ""))
-    return f"{count // size}{name}"
+    """The very number, with a unit if that is short: 80GiB, or 85899345921."""
+    short = format_bytes(count)
+    return short if parse_bytes(short) == count else str(count)
 
 
 def parse_duration(text: str) -> float | None:

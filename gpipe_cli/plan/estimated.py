@@ -225,9 +225,12 @@ class EstimatedCosts:
         self._counted: tuple[int, ModelStats] | None = None
         self._costs_of_run = cache(self._estimate)
         self.origin = f"an estimate for {devices.name}, not measured"
+        """How the costs were obtained."""
         self.complete: list[int] = []
         self.rejected: list[int] = []
+        """The rows of the micro-batches whose costs are known, and of those that the model rejects."""
         self.seconds_for_all = 0.0
+        """How long `prepare` takes for all sizes."""
 
     def prepare(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
         """Count operations once, for the smallest micro-batch that the model accepts: they grow with its rows."""

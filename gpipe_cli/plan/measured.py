@@ -166,10 +166,12 @@ class MeasuredSource:
         self.costs = cache(self._costs_at)
         """The costs on the first devices, for micro-batches of a size that was measured."""
         self.origin = ""
-        self.rejected: list[int] = []
+        """How the costs were obtained."""
         self.complete: list[int] = []
-        """The rows of the sizes of which everything was measured."""
+        self.rejected: list[int] = []
+        """The rows of the micro-batches of which everything was measured, and of those that the model rejects."""
         self.seconds_for_all = 0.0
+        """How long `prepare` takes for all sizes, judged by those that were measured."""
 
     def prepare(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
         """Measure in this order; the rows of the sizes that there was time for, at least the first that runs.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil, inf, log10
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import nn
@@ -24,9 +24,9 @@ from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.config.words import override_key, sets_key
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.costs import LayerCosts, TransferCost
+from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.estimated import EstimatedCosts, estimated_devices
-from gpipe_cli.plan.measured import EQUALLY_GOOD, MEASURING_SHARE, MeasuredSource, MicroBatchSize
+from gpipe_cli.plan.measured import EQUALLY_GOOD, MEASURING_SHARE, MeasuredSource
 from gpipe_cli.plan.order_plans import CONSIDERED_PLANS, MemoryPoint, OrderPlanner
 from gpipe_cli.plan.order_problem import OrderProblem
 from gpipe_cli.plan.plan_memory import MicroBatches, OffloadPlanner, PlanMemory, PlanSizes
@@ -58,27 +58,6 @@ MUCH_SLOWER = 2.0
 """Times as long for a sample: a batch size that is so much worse than another is not shown."""
 COMPARED = 24
 """The least number of plans to compare: the simplest of those that are equally good may be none of the very best."""
-
-
-class CostSource(Protocol):
-    """Measured or estimated."""
-
-    origin: str
-    """How the costs were obtained."""
-    complete: list[int]
-    """The rows of the sizes of which all costs are known."""
-    rejected: list[int]
-    """The rows of the sizes that the model rejects."""
-    seconds_for_all: float
-    """How long preparing all sizes takes, judged by those that were."""
-
-    def prepare(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
-        """Measure or estimate; the rows of the sizes that are known now."""
-
-    def costs(self, rows: int, devices: int) -> LayerCosts:
-        """The costs of a micro-batch on the first devices."""
-
-    def host_transfer(self) -> TransferCost: ...
 
 
 @final
@@ -162,7 +141,7 @@ class Planner:
         self._cores = available_cores() if shares_cores else None
         given = memory_limit(settings)
         limits = [] if given is None else [given] * len(self.devices)
-        self._source: CostSource
+        self._source: EstimatedCosts | MeasuredSource
         if estimated is not None and isinstance(settings, PlanConfig):
             self._memory = PlanMemory(settings, model, self.sample, limits or estimated.memory)
             self._source = EstimatedCosts(settings, model, estimated, self._memory, self.sample)
@@ -287,7 +266,9 @@ class Planner:
         is_too_large = is_limited and self._memory.resident_bytes > self._memory.limits[0]
         judged = find([] if is_too_large else plain, fit_of=fit, keep=1, least=int(not is_limited))
         compared = keep if self._is_estimated or self._sizes.chooses_batch_size else max(keep, COMPARED)
-        searched = find(shapes, fit_of=fit, keep=compared, worst_ms=worst_ms, least=int(worst_ms == inf))
+        # If that fits, recomputing on the same device only takes longer, whatever the measurements say.
+        sensible = [shape for shape in shapes if shape.devices > 1 or shape.is_plain or not judged.plans]
+        searched = find(sensible, fit_of=fit, keep=compared, worst_ms=worst_ms, least=int(worst_ms == inf))
         self._searched += len(shapes) - searched.late
         self._judged += searched.judged
         if not searched.plans:

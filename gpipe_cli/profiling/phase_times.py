@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from typing import final
@@ -70,16 +70,9 @@ class PhaseTimes:
         ratio = (alone.forward + alone.backward) / (self.forward + self.backward)
         if ratio <= 1:
             return self
-        return PhaseTimes(
-            self.forward * ratio,
-            self.backward * ratio,
-            self.checkpointed_forward * ratio,
-            self.recompute * ratio,
-            self.checkpointed_backward * ratio,
-            self.input_grad,
-            self.weight_grad,
-            max(self.spread, alone.spread, ratio - 1),
-        )
+        phases = ("forward", "backward", "checkpointed_forward", "recompute", "checkpointed_backward")
+        scaled = {phase: ratio * getattr(self, phase) for phase in phases}
+        return replace(self, **scaled, spread=max(self.spread, alone.spread, ratio - 1))
 
     @staticmethod
     def of_layers(layers: Sequence[LayerTimes]) -> PhaseTimes:

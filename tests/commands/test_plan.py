@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import yaml
 from torch import Tensor, nn
 
+from gpipe_cli.commands import plan as plan_command
 from gpipe_cli.plan import measured, order_plans
+from gpipe_cli.plan.prediction import Prediction
 from tests.support.command_line import Gpipe, UserModule
 
 TINY = (
@@ -246,6 +249,28 @@ def test_a_page_shows_candidates_timeline_and_limits(gpipe: Gpipe, plan: Plan, t
     page.write_text("mine", encoding="utf-8")
     refused = gpipe("plan", *WIDE, "top=2", f"page={page}")
     assert refused.code == 2 and "exists and is not a report" in refused.err
+
+
+def test_after_a_verification_everything_follows_the_measured_times(
+    tiny: Gpipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The advice claimed "27.71 times as fast" beside a table whose predictions were wrong by 254 %."""
+
+    def verified(plans: Sequence[Prediction], *_: object, **__: object) -> list[Prediction]:
+        ms = {place: 10.0 * (len(plans) - place) for place in range(len(plans))}
+        plain = next(place for place, plan in enumerate(plans) if plan.is_plain)
+        ms[plain] = 16.0
+        return [replace(plan, measured_ms=ms[place], spread=0.05) for place, plan in enumerate(plans)]
+
+    monkeypatch.setattr(plan_command, "verify_plans", verified)
+    words = (*TINY, "batch_size=4", "devices=[cpu,cpu]", "chunks=2", "verify=true")
+    answer = tiny("plan", *words, "--json", "page=verified.html").json
+    times = [each["measured_ms"] for each in answer["candidates"]]
+    assert times == sorted(times) and answer["best"]["measured_ms"] == times[0] == 10.0
+    assert answer["advice"].startswith("1.60 times as fast as without a pipeline (measured; ")
+    assert "the predictions were wrong by up to" in answer["advice"]
+    assert answer["best"]["overrides"] in answer["train_command"]
+    assert "<th>measured ms</th>" in Path("verified.html").read_text(encoding="utf-8")
 
 
 def test_with_a_limit_of_memory_the_batch_size_is_part_of_the_plan(plan: Plan) -> None:
