@@ -92,6 +92,7 @@ JUDGED = """
 2 train schedule=${oc.decode:'[1]'} => schedule=${oc.decode:'[1]'}: choose an option by its name;
 2 train model=${seed} => model=${seed}: choose an option by its name;
 2 train logger=null => logger=null: choose an option by its name;
+2 train model=mlp,gpt => model=mlp,gpt: several values need -m (a sweep)
 2 train optimizer=[sgd] => optimizer=[sgd]: choose an option by its name;
 2 train optimizer.groups.a=1 => optimizer.groups is a list; set it as a whole, 'optimizer.groups=[...]'
 2 train optimizer.groups.a.b.c=1 => optimizer.groups is a list; set it as a whole, 'optimizer.groups=[...]'

@@ -334,6 +334,8 @@ def check_option(group: str, value: object, given: str) -> None:
     """Refuse what names neither one option nor code of yours: a number, a list, a reference or null."""
     if isinstance(value, str) and re.fullmatch(r"(?!(?:null|true|false|\d+)\Z)[\w./:-]+", value):
         return
+    if isinstance(value, str) and "," in value and value[0] not in "[{$":
+        raise ConfigError(f"{given}: several values need -m (a sweep)")
     hint = or_list("", [option.name for option in list_options(group)])
     if group == "balance" and str(value).startswith("["):
         hint = f"balance=manual 'balance.layers={str(value).replace(' ', '')}'"
