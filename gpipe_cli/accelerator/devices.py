@@ -227,6 +227,14 @@ def peak_bytes(device: torch.device) -> int | None:
     return None if peak is None else int(peak)
 
 
+def memory_snapshot(devices: Iterable[torch.device]) -> list[dict[str, Any]] | None:
+    """Every segment of memory that torch's allocator holds on the GPUs, and its blocks; None without a GPU."""
+    if all(device.type != "cuda" for device in devices):
+        return None
+    snapshot: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return snapshot
+
+
 def reset_peaks(devices: Iterable[torch.device]) -> None:
     """Count the peaks of `devices` from now on."""
     for device in {device for device in devices if peak_bytes(device) is not None}:

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, final
 
-from gpipe_cli.accelerator.devices import peak_bytes, reset_peaks
+from gpipe_cli.accelerator.devices import memory_snapshot, peak_bytes, reset_peaks
+from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.build.components import traits_of_engine
 from gpipe_cli.build.optimizer import optimizer_factory
@@ -40,6 +42,10 @@ from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.trace import print_step_timeline
 from gpipe_cli.schedule.orders import BY_SLICE
 from gpipe_cli.schedule.simulate import Simulation
+from gpipe_cli.torch_internals.operation_recorder import profiler_of_all_threads
+
+WARM_UP = 2
+"""Steps before the one that is recorded."""
 
 
 @final
@@ -79,6 +85,23 @@ def record_timeline(
     names = [f"{unit} {index} ({row['device']})" for index, row in enumerate(parts.partitions)]
     summary = _summary(median_step(steps), ideal, parts, activations, peaks, gain)
     return Timeline(steps, StepTimeline.simulated(ideal), names, summary)
+
+
+def record_kernels(
+    settings: ProfileConfig, parts: RunParts, sample: Sample, file: Path
+) -> list[dict[str, Any]] | None:
+    """Write the operators and kernels of a step after warm-up; return what the memory of GPUs then holds, if any."""
+    assert sample.loss is not None, "a configured command has a loss"
+    input, target = next(parts.loader.in_order("train"))
+    with _recorded_pipe(settings, parts, sample) as pipe, preserved(pipe):
+        input, target = moved(input, pipe.input_device), moved(target, pipe.output_device)
+        for _ in range(WARM_UP):
+            pipe.step(input, target, sample.loss, key=0)
+        with profiler_of_all_threads() as profiler:
+            pipe.step(input, target, sample.loss, key=0)
+            synchronize(pipe.devices)
+        profiler.export_chrome_trace(str(file))
+        return memory_snapshot(pipe.devices)
 
 
 def print_timeline(timeline: Timeline) -> None:

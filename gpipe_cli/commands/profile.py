@@ -7,6 +7,7 @@ the whole pipeline.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,7 +17,12 @@ from gpipe_cli.accelerator.device_errors import report_out_of_memory
 from gpipe_cli.balance.time import balance_times, partition_costs
 from gpipe_cli.build.components import traits_of_engine
 from gpipe_cli.build.parts import RunParts, build_parts
-from gpipe_cli.build.recorded_steps import partition_for_timeline, print_timeline, record_timeline
+from gpipe_cli.build.recorded_steps import (
+    partition_for_timeline,
+    print_timeline,
+    record_kernels,
+    record_timeline,
+)
 from gpipe_cli.build.step import make_sample
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import ProfileConfig
@@ -92,6 +98,8 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     directory = make_run_directory(settings.run_dir, job.command, job.model)
     write_config(directory, job)
     write_launch(directory, launch_facts(settings, job, parts, activations))
+    if settings.kernels:
+        summary |= _record_kernels(settings, parts, sample, directory)
     write_json(directory / "profile.json", summary)
     write_text(directory / "profile.csv", layers_csv(rows))
     if timeline is not None:
@@ -105,6 +113,18 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
         facts_ = {key: value for key, value in summary.items() if key not in TABLES}
         print_facts("", {**facts_, "run_dir": str(directory), "report": str(directory / PAGE)})
     return {**summary, "run_dir": str(directory)}
+
+
+def _record_kernels(
+    settings: ProfileConfig, parts: RunParts, sample: Sample, directory: Path
+) -> dict[str, Any]:
+    """Write what torch's profiler saw of a step; return the files."""
+    files = {"kernels": str(directory / "kernels.json")}
+    memory = record_kernels(settings, parts, sample, Path(files["kernels"]))
+    if memory is not None:
+        files["memory_snapshot"] = str(directory / "memory_snapshot.json")
+        write_json(Path(files["memory_snapshot"]), {"segments": memory})
+    return files
 
 
 def _measured(settings: ProfileConfig, model: nn.Sequential, sample: Sample) -> list[LayerTimes]:

@@ -197,8 +197,9 @@ def _combinations(flat: Mapping[str, Any]) -> Iterator[str]:
         yield f"balance.layers={layers}: every entry must be a positive whole number"
     elif isinstance(layers, list) and partitions not in (None, len(layers)):
         yield f"partitions={partitions}: balance.layers={layers} makes {len(layers)} partitions"
-    if flat.get("timeline") and not flat["measure"]:
-        yield "timeline=true: runs the model, but measure=false runs nothing; remove one of them"
+    for key in ("timeline", "kernels"):
+        if flat.get(key) and not flat["measure"]:
+            yield f"{key}=true: runs the model, but measure=false runs nothing; remove one of them"
     if "device" in flat:
         yield from _plan(flat)
     if "epochs" in flat:

@@ -224,6 +224,7 @@ class BalanceConfig(CostConfig):
 class ProfileConfig(EngineConfig, CostConfig):
     measure: bool = True
     timeline: bool = False
+    kernels: bool = False
     steps: int = 3
     seconds: float = 3.0
     sort: str = "order"

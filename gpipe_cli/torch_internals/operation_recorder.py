@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile, supported_activities
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -232,3 +234,12 @@ ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 """For `FlopCounterMode(custom_mapping=...)`, which counts only the kernels of CUDA. Those of the CPU are private."""
+
+
+def profiler_of_all_threads() -> profile:
+    """torch's profiler, which by itself does not see the operators of threads that began before it."""
+    return profile(
+        activities=supported_activities(),  # type: ignore[no-untyped-call]
+        record_shapes=True,
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),
+    )

@@ -124,3 +124,16 @@ def test_a_timeline_needs_a_model_that_runs(gpipe: Gpipe) -> None:
     answer = gpipe("profile", "timeline=true", "measure=false")
     assert (answer.code, answer.out) == (2, "")
     assert "timeline=true: runs the model, but measure=false runs nothing" in answer.err
+
+
+def test_the_kernels_of_a_step_are_recorded_in_all_threads(tiny: Gpipe, tmp_path: Path) -> None:
+    answer = tiny(
+        "profile", "kernels=true", "partitions=2", "seconds=0", f"run_dir={tmp_path / 'run'}", "--json"
+    )
+    assert answer.code == 0, answer.err
+    assert answer.json["kernels"] == str(tmp_path / "run" / "kernels.json")
+    events = json.loads((tmp_path / "run" / "kernels.json").read_text())["traceEvents"]
+    operators = [event for event in events if event.get("cat") == "cpu_op"]
+    assert {"aten::addmm", "aten::mm"} <= {event["name"] for event in operators}
+    assert len({event["tid"] for event in operators}) >= 2, "one thread for each partition"
+    assert not (tmp_path / "run" / "memory_snapshot.json").exists(), "there is no GPU"
