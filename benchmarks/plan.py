@@ -34,7 +34,7 @@ from gpipe_cli.plan.search import PlanShape
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.layer_times import layer_times
 from gpipe_cli.profiling.model_stats import model_stats
-from gpipe_cli.profiling.phase_times import PhaseTimes, measure_phase_times
+from gpipe_cli.profiling.phase_times import MeasuredPipeline, PhaseTimes
 from gpipe_cli.profiling.records import LayerTimes, Sample
 
 CASES = ("resnet50", "transformer", "mlp", "unet")
@@ -111,16 +111,16 @@ class Bench:
         ]
 
     def _phase_times(self, config: PipeConfig) -> PhaseTimes:
-        return measure_phase_times(
+        devices = [torch.device("cpu")] * len(config.balance)
+        pipeline = MeasuredPipeline(
             self._clean(),
             self._sample(config.chunks),
             config.balance,
-            [torch.device("cpu")] * len(config.balance),
+            devices,
             config.chunks,
-            SECONDS_OF_PHASES,
-            cores=available_cores(),
-            split=False,
+            available_cores(),
         )
+        return pipeline.phase_times(SECONDS_OF_PHASES, split=False)
 
     def _profile(self, chunks: int) -> list[LayerTimes]:
         return layer_times(self._clean(), self._sample(chunks), runs=3)

@@ -44,7 +44,7 @@ from gpipe_cli.plan.costs import BackwardSplit, LayerCosts, TransferCost
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.profiling.equal_layers import LayerSample
 from gpipe_cli.profiling.model_stats import ModelStats
-from gpipe_cli.profiling.phase_times import PER_PARTITION, PhaseTimes, spread_of
+from gpipe_cli.profiling.phase_times import PER_PARTITION, MeasuredPipeline, PhaseTimes, spread_of
 from gpipe_cli.profiling.profile_cache import ProfileCache
 from gpipe_cli.profiling.records import MEASURED, LayerTimes, Sample, frozen_layers, preserved
 from gpipe_cli.profiling.timeline import TimeIsUp
@@ -361,9 +361,8 @@ def measure_costs(
     balance = solve([layer.forward_ms + layer.backward_ms for layer in times], workers).balance
     limit = cores if devices[0].type == "cpu" else None
     try:
-        phases = profiles.phases(
-            module, sample, balance, devices[:workers], chunks, SECONDS_OF_PHASES, cores=limit
-        )
+        pipeline = MeasuredPipeline(module, sample, balance, devices[:workers], chunks, limit)
+        phases = profiles.phases(pipeline, SECONDS_OF_PHASES)
     except TimeIsUp:
         phases = PhaseTimes.of_layers(times)
     frozen = frozen_layers(module, sample)

@@ -1,6 +1,7 @@
 """How long partitions take beside each other, in a pipeline, instead of layer by layer.
 
-    times = measure_phase_times(module, sample, balance=[14, 4], devices=[cpu, cpu], chunks=8)
+    pipeline = MeasuredPipeline(module, sample, balance=[14, 4], devices=[cpu, cpu], chunks=8)
+    times = pipeline.phase_times()
     times.backward          # milliseconds of one micro-batch, over all partitions
 
 Layers are measured alone, each as a partition of its own. In a pipeline they share caches, memory and the interpreter
@@ -82,70 +83,12 @@ class PhaseTimes:
         return PhaseTimes(forward, backward, forward, forward, backward, 0.5, 0.5, inf)
 
 
-def measure_phase_times(
-    module: nn.Sequential,
-    sample: Sample,
-    balance: Sequence[int],
-    devices: Sequence[torch.device],
-    chunks: int,
-    seconds: float = 0.0,
-    *,
-    cores: int | None = None,
-    split: bool = True,
-    is_late: IsLate = never_late,
-) -> PhaseTimes:
-    """Medians of at least three steps of each kind, and of more until `seconds` have passed; `sample` is a micro-batch.
-
-    `cores` is how many workers can run at once. Without `split` a split backward is assumed to be two halves. Raises
-    `TimeIsUp` if it is late before a step of each kind has ended.
-    """
-    steps = _Steps(module, sample, balance, devices, chunks, seconds / 3, cores, is_late)
-    with preserved(module, device=True):
-        plain = steps.run(ONE_F_ONE_B, "never")
-        checkpointed = steps.run(ONE_F_ONE_B, "always")
-        halves = steps.run(ZERO_BUBBLE, "never") if split and len(balance) > 1 else None
-    # A partition is split only if the one before it waits for the gradient of its input.
-    frozen = frozen_layers(module, sample)
-    split_from = next((at for at, begin in enumerate(accumulate(balance), 1) if begin > frozen), len(balance))
-    whole = plain.sum("backward", first=split_from) if halves else 0.0
-    # One factor for all phases of a kind of step: the time between actions cannot be attributed to any of them.
-    excess, checkpointed_excess = plain.excess(), checkpointed.excess()
-    return PhaseTimes(
-        forward=plain.sum("forward") * excess,
-        backward=plain.sum("backward") * excess,
-        checkpointed_forward=checkpointed.sum("forward") * checkpointed_excess,
-        recompute=checkpointed.sum("recompute") * checkpointed_excess,
-        checkpointed_backward=checkpointed.sum("backward") * checkpointed_excess,
-        input_grad=halves.sum("backward", Kind.INPUT_GRAD, split_from) / whole if halves and whole else 0.5,
-        weight_grad=halves.sum("backward", Kind.WEIGHT_GRAD, split_from) / whole if halves and whole else 0.5,
-        spread=max(steps.spread for steps in (plain, checkpointed, halves) if steps is not None),
-    )
-
-
 def spread_of(times: Sequence[float]) -> float:
     """The range of the middle half of the times, as a share of their median; infinite for a single one."""
     if len(times) < 2:
         return inf
     first, median, third = statistics.quantiles(times, n=4, method="inclusive")
     return (third - first) / median
-
-
-def measure_forward_backward(
-    module: nn.Sequential,
-    sample: Sample,
-    balance: Sequence[int],
-    devices: Sequence[torch.device],
-    chunks: int,
-    *,
-    cores: int | None = None,
-    is_late: IsLate = never_late,
-) -> tuple[float, float]:
-    """Only the forward and backward of `measure_phase_times`, from the fewest steps."""
-    with preserved(module, device=True):
-        steps = _Steps(module, sample, balance, devices, chunks, 0.0, cores, is_late)
-        plain = steps.run(ONE_F_ONE_B, "never")
-    excess = plain.excess()
-    return plain.sum("forward") * excess, plain.sum("backward") * excess
 
 
 @final
@@ -186,20 +129,55 @@ class StepTimes:
 
 @final
 @dataclass(frozen=True)
-class _Steps:
-    """Short steps of one pipeline."""
+class MeasuredPipeline:
+    """A pipeline that runs a few short steps."""
 
     module: nn.Sequential
     sample: Sample
+    """A micro-batch."""
     balance: Sequence[int]
     devices: Sequence[torch.device]
     chunks: int
-    seconds: float
-    """For the steps of one schedule."""
-    cores: int | None
-    is_late: IsLate
+    cores: int | None = None
+    """How many workers can run at once."""
 
-    def run(self, schedule: str, checkpoint: str) -> StepTimes:
+    def phase_times(
+        self, seconds: float = 0.0, *, split: bool = True, is_late: IsLate = never_late
+    ) -> PhaseTimes:
+        """Medians of at least three steps of each kind, and of more until `seconds` have passed.
+
+        Without `split` a split backward is assumed to be two halves. Raises `TimeIsUp` if it is late before a step of
+        each kind has ended.
+        """
+        with preserved(self.module, device=True):
+            plain = self._run(ONE_F_ONE_B, "never", seconds / 3, is_late)
+            checkpointed = self._run(ONE_F_ONE_B, "always", seconds / 3, is_late)
+            splits = split and len(self.balance) > 1
+            halves = self._run(ZERO_BUBBLE, "never", seconds / 3, is_late) if splits else None
+        # A partition is split only if the one before it waits for the gradient of its input.
+        frozen, ends = frozen_layers(self.module, self.sample), accumulate(self.balance)
+        first = next((at for at, begin in enumerate(ends, 1) if begin > frozen), len(self.balance))
+        whole = plain.sum("backward", first=first) if halves else 0.0
+        # One factor for all phases of a kind of step: the time between actions cannot be attributed to any of them.
+        excess, checkpointed_excess = plain.excess(), checkpointed.excess()
+        return PhaseTimes(
+            forward=plain.sum("forward") * excess,
+            backward=plain.sum("backward") * excess,
+            checkpointed_forward=checkpointed.sum("forward") * checkpointed_excess,
+            recompute=checkpointed.sum("recompute") * checkpointed_excess,
+            checkpointed_backward=checkpointed.sum("backward") * checkpointed_excess,
+            input_grad=halves.sum("backward", Kind.INPUT_GRAD, first) / whole if halves and whole else 0.5,
+            weight_grad=halves.sum("backward", Kind.WEIGHT_GRAD, first) / whole if halves and whole else 0.5,
+            spread=max(steps.spread for steps in (plain, checkpointed, halves) if steps is not None),
+        )
+
+    def forward_and_backward(self, is_late: IsLate = never_late) -> float:
+        """Only the sum of these two phases, from the fewest steps."""
+        with preserved(self.module, device=True):
+            plain = self._run(ONE_F_ONE_B, "never", 0.0, is_late)
+        return (plain.sum("forward") + plain.sum("backward")) * plain.excess()
+
+    def _run(self, schedule: str, checkpoint: str, seconds: float, is_late: IsLate) -> StepTimes:
         """Medians, without those of the first steps: new threads have to allocate their memory."""
         loss, target = self.sample.loss, self.sample.target
         assert loss is not None and target is not None, "a step ends with a loss"
@@ -225,8 +203,8 @@ class _Steps:
                 step,
                 least=LEAST_STEPS,
                 most=MAX_MEASURED_STEPS,
-                seconds=self.seconds,
-                is_late=self.is_late,
+                seconds=seconds,
+                is_late=is_late,
             )
         durations: dict[tuple[int, str, Kind], list[float]] = defaultdict(list)
         for span in (span for recorded in steps for span in recorded.spans):

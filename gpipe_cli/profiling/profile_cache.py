@@ -35,7 +35,7 @@ from gpipe_cli.accelerator.devices import device_name, is_accelerator
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layer_times import MAX_RUNS, forward_times, layer_times
-from gpipe_cli.profiling.phase_times import PhaseTimes, measure_forward_backward, measure_phase_times
+from gpipe_cli.profiling.phase_times import MeasuredPipeline, PhaseTimes
 from gpipe_cli.profiling.records import FORWARD, LAYERS, MEASURED, LayerTimes, Sample, has_values
 from gpipe_cli.profiling.timeline import IsLate, TimeIsUp, late_after, never_late
 from gpipe_cli.safe_files import user_cache
@@ -141,41 +141,26 @@ class ProfileCache:
             self._store.save(key, seconds, load, [[layer.forward_ms, layer.backward_ms] for layer in layers])
         return layers
 
-    def phases(
-        self,
-        module: nn.Sequential,
-        sample: Sample,
-        balance: Sequence[int],
-        devices: Sequence[torch.device],
-        chunks: int,
-        seconds: float,
-        *,
-        cores: int | None,
-    ) -> PhaseTimes:
-        """The phases of a pipeline: see `measure_phase_times`."""
+    def phases(self, pipeline: MeasuredPipeline, seconds: float) -> PhaseTimes:
+        """The times of the phases, measured for so long."""
         if self._is_late():
             raise TimeIsUp
-        key = fingerprint(module, sample) | {
-            "balance": list(balance),
-            "devices": [str(device) for device in devices],
-            "chunks": chunks,
-            "cores": cores,
+        key = fingerprint(pipeline.module, pipeline.sample) | {
+            "balance": list(pipeline.balance),
+            "devices": [str(device) for device in pipeline.devices],
+            "chunks": pipeline.chunks,
+            "cores": pipeline.cores,
             "phases": [field.name for field in fields(PhaseTimes)],
         }
         stored = self._store.load(key, 1, len(fields(PhaseTimes)), seconds) if self._reuse else None
         if stored is not None:
             phases = PhaseTimes(*stored.numbers[0])
-            cached_ms = phases.forward + phases.backward
-            drift = recheck_phases(
-                module, sample, balance, devices, chunks, cached_ms, cores=cores, is_late=self._is_late
-            )
+            drift = recheck_phases(pipeline, phases.forward + phases.backward, self._is_late)
             if self._still_holds(stored, drift):
                 differs = math.inf if drift is None else abs(drift.ratio - 1)
                 return replace(phases, spread=max(phases.spread, differs))
         load = load_per_core()
-        phases = measure_phase_times(
-            module, sample, balance, devices, chunks, seconds, cores=cores, is_late=self._is_late
-        )
+        phases = pipeline.phase_times(seconds, is_late=self._is_late)
         if not self._is_late():
             self._store.save(key, seconds, load, [astuple(phases)])
         return phases
@@ -225,15 +210,7 @@ def recheck_layers(
 
 
 def recheck_phases(
-    module: nn.Sequential,
-    sample: Sample,
-    balance: Sequence[int],
-    devices: Sequence[torch.device],
-    chunks: int,
-    cached_ms: float,
-    *,
-    cores: int | None,
-    is_late: IsLate = never_late,
+    pipeline: MeasuredPipeline, cached_ms: float, is_late: IsLate = never_late
 ) -> Drift | None:
     """Compare the forward and backward of a pipeline with what they took before, until they agree or `RUNS` times.
 
@@ -242,14 +219,10 @@ def recheck_phases(
     drifts: list[Drift] = []
     while len(drifts) < RUNS and not (drifts and drifts[-1].tolerable):
         try:
-            now = sum(
-                measure_forward_backward(
-                    module, sample, balance, devices, chunks, cores=cores, is_late=is_late
-                )
-            )
+            now = pipeline.forward_and_backward(is_late)
         except TimeIsUp:
             break
-        drifts.append(Drift(f"a pipeline of {len(balance)} partitions", _ratio(now, cached_ms)))
+        drifts.append(Drift(f"a pipeline of {len(pipeline.balance)} partitions", _ratio(now, cached_ms)))
     return min(drifts, key=lambda drift: abs(drift.ratio - 1), default=None)
 
 

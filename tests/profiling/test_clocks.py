@@ -53,7 +53,9 @@ def model() -> nn.Sequential:
 def test_phase_times(simulated: Simulator, idle_when_read: Watch) -> None:
     sample = Sample(torch.randn(4, 8), torch.randn(4, 4), functional.mse_loss).to(simulated.devices[0])
     idle = idle_when_read(phase_times)
-    phase_times.measure_phase_times(model(), sample, [1, 1], simulated.devices[:2], chunks=4, split=False)
+    phase_times.MeasuredPipeline(model(), sample, [1, 1], simulated.devices[:2], chunks=4).phase_times(
+        split=False
+    )
     assert len(idle) > 6 and all(idle)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli.profiling.layer_times import layer_times
-from gpipe_cli.profiling.phase_times import PhaseTimes, StepTimes, measure_phase_times, spread_of
+from gpipe_cli.profiling.phase_times import MeasuredPipeline, PhaseTimes, StepTimes, spread_of
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.schedule.action import Kind
 from gpipe_cli.schedule.spec import PipelineSpec
@@ -26,7 +26,9 @@ def test_every_phase_of_a_pipeline_is_measured_and_the_model_left_as_it_was(part
     sample = Sample(torch.randn(4, 8), torch.randn(4, 4), functional.mse_loss)
     torch.set_rng_state(generator)
 
-    phases = measure_phase_times(model, sample, [4 // partitions] * partitions, [CPU] * partitions, chunks=4)
+    phases = MeasuredPipeline(
+        model, sample, [4 // partitions] * partitions, [CPU] * partitions, chunks=4
+    ).phase_times()
 
     checkpointed = (phases.checkpointed_forward, phases.recompute, phases.checkpointed_backward)
     assert min(phases.forward, phases.backward, *checkpointed) > 0
@@ -72,7 +74,7 @@ def test_a_pipeline_over_several_accelerators_could_not_be_measured(accelerators
     """The target was where the first partition is, and the loss where the last one is."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     sample = Sample(torch.randn(4, 8), torch.randn(4, 4), functional.mse_loss).to(accelerators[0])
-    phases = measure_phase_times(model, sample, [1, 1], accelerators[:2], chunks=4)
+    phases = MeasuredPipeline(model, sample, [1, 1], accelerators[:2], chunks=4).phase_times()
     assert min(phases.forward, phases.backward, phases.recompute) > 0
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
 
@@ -82,7 +84,7 @@ def test_the_time_of_a_step_is_taken_when_its_devices_are_done(simulated: Any) -
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     sample = Sample(torch.randn(4, 8), torch.randn(4, 4), functional.mse_loss).to(simulated.devices[0])
     simulated.reset()
-    measure_phase_times(model, sample, [1, 1], simulated.devices[:2], chunks=4, split=False)
+    MeasuredPipeline(model, sample, [1, 1], simulated.devices[:2], chunks=4).phase_times(split=False)
     waits = [sync for sync in simulated.host_syncs() if "phase_times.py" in sync]
     # Two schedules of three steps, each with two devices.
     assert len(waits) >= 2 * 3 * 2
@@ -103,6 +105,6 @@ def test_one_partition_runs_in_the_calling_thread_as_engine_single_does() -> Non
     layer = _NotesThread()
     model = nn.Sequential(nn.Linear(8, 8), layer)
     sample = Sample(torch.randn(4, 8), torch.randn(4, 8), functional.mse_loss)
-    measure_phase_times(model, sample, [2], [CPU], chunks=2)
+    MeasuredPipeline(model, sample, [2], [CPU], chunks=2).phase_times()
     layer_times(model, sample, runs=1)
     assert layer.threads == {threading.get_ident()}

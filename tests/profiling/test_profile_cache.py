@@ -19,7 +19,7 @@ from torch.nn import functional
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling import profile_cache
 from gpipe_cli.profiling.layer_times import forward_times, layer_times
-from gpipe_cli.profiling.phase_times import PhaseTimes
+from gpipe_cli.profiling.phase_times import MeasuredPipeline, PhaseTimes
 from gpipe_cli.profiling.profile_cache import (
     Drift,
     ProfileCache,
@@ -33,10 +33,15 @@ from gpipe_cli.profiling.records import LayerTimes, Sample
 from gpipe_cli.skip import pop, skippable, stash
 
 SAMPLE = Sample(torch.zeros(2, 4))
+CPU = torch.device("cpu")
 
 
 def make_module(width: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, width), nn.ReLU())
+
+
+def pipeline(module: nn.Sequential, sample: Sample, balance: list[int]) -> MeasuredPipeline:
+    return MeasuredPipeline(module, sample, balance, [CPU] * len(balance), chunks=4, cores=2)
 
 
 @pytest.fixture
@@ -57,7 +62,7 @@ def drift(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The multiple of the cached time that every check finds, if any is made; no clock is asked."""
     now = [1.0]
     monkeypatch.setattr(profile_cache, "recheck_layers", lambda *_: Drift("layer '0'", now[0]))
-    monkeypatch.setattr(profile_cache, "recheck_phases", lambda *_, **__: Drift("a pipeline", now[0]))
+    monkeypatch.setattr(profile_cache, "recheck_phases", lambda *_: Drift("a pipeline", now[0]))
     return now
 
 
@@ -163,15 +168,14 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
 ) -> None:
     calls: list[Any] = []
 
-    def watched(module: Any, sample: Any, balance: Any, *rest: Any, **more: Any) -> PhaseTimes:
-        calls.append(balance)
+    def watched(pipeline: MeasuredPipeline, *_: object, **__: object) -> PhaseTimes:
+        calls.append(pipeline.balance)
         return PhaseTimes(1, 2, 3, 4, 5, 0.5, len(calls), 0.04)
 
-    monkeypatch.setattr(profile_cache, "measure_phase_times", watched)
+    monkeypatch.setattr(MeasuredPipeline, "phase_times", watched)
 
     def phases(balance: list[int], profiles: ProfileCache) -> PhaseTimes:
-        devices = [torch.device("cpu")] * len(balance)
-        return profiles.phases(make_module(), SAMPLE, balance, devices, 4, 1.0, cores=2)
+        return profiles.phases(pipeline(make_module(), SAMPLE, balance), 1.0)
 
     first = ProfileCache(tmp_path)
     assert (
@@ -191,11 +195,11 @@ def test_a_pipeline_that_takes_another_time_now_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drift: list[float]
 ) -> None:
     results = iter([PhaseTimes(2, 4, 0, 0, 0, 0.5, 0.5, 0.04), PhaseTimes(1, 2, 0, 0, 0, 0.5, 0.5, 0.04)])
-    monkeypatch.setattr(profile_cache, "measure_phase_times", lambda *_, **__: next(results))
+    monkeypatch.setattr(MeasuredPipeline, "phase_times", lambda *_, **__: next(results))
     profiles = ProfileCache(tmp_path)
 
     def phases() -> PhaseTimes:
-        return profiles.phases(make_module(), SAMPLE, [2], [torch.device("cpu")], 4, 1.0, cores=2)
+        return profiles.phases(pipeline(make_module(), SAMPLE, [2]), 1.0)
 
     assert phases() == phases() and profiles.outdated == []
     # What differs by little holds, but is no more certain than that.
@@ -315,7 +319,6 @@ def test_the_folder_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_
 
 WITH_LOSS = Sample(torch.zeros(2, 4), torch.zeros(2, 4), functional.mse_loss)
 WITHOUT_LOSS = Sample(torch.zeros(2, 4))
-CPU = torch.device("cpu")
 
 
 def layers(count: int) -> nn.Sequential:
@@ -363,8 +366,8 @@ def test_a_pipeline_is_run_again_until_it_agrees_three_times_at_most(
     monkeypatch: pytest.MonkeyPatch, taken: list[float], ratio: float, runs: int
 ) -> None:
     now = iter(taken)
-    monkeypatch.setattr(profile_cache, "measure_forward_backward", lambda *_, **__: (1.0, next(now) - 1.0))
-    drift = recheck_phases(layers(2), WITH_LOSS, [1, 1], [CPU] * 2, 4, cached_ms=3.0, cores=2)
+    monkeypatch.setattr(MeasuredPipeline, "forward_and_backward", lambda *_: next(now))
+    drift = recheck_phases(pipeline(layers(2), WITH_LOSS, [1, 1]), cached_ms=3.0)
     assert drift.ratio == pytest.approx(ratio) and drift.what == "a pipeline of 2 partitions"
     assert not list(now) and len(taken) == runs
 
@@ -388,7 +391,7 @@ def test_any_model_can_be_checked_and_is_left_as_it_was() -> None:
     generator = torch.get_rng_state()
     runs = forward_times(model, WITH_LOSS, 3)
     assert [len(run) for run in runs] == [5, 5, 5] and min(map(min, runs)) > 0
-    drift = recheck_phases(model, WITH_LOSS, [3, 2], [CPU] * 2, 2, 1.0, cores=2)
+    drift = recheck_phases(pipeline(model, WITH_LOSS, [3, 2]), 1.0)
     assert drift.ratio > 0
     assert torch.equal(generator, torch.get_rng_state()) and not model.training
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
