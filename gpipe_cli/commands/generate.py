@@ -5,27 +5,43 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from gpipe_cli.config.job import Job, Summary
 from gpipe_cli.config.schema import GenerateConfig
+from gpipe_cli.config.words import sets_key
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.huggingface import read_config
 from gpipe_cli.inference.generation import Sampling, TextFormat, TextStream, generate
 from gpipe_cli.inference.trained import TrainedModel, use_trained, with_saved_settings
 from gpipe_cli.report.output import print_status, print_text
 
 STDIN = "-"
 MAX_PROMPT_BYTES = 2**24
+MAX_CONTEXT = 1024
+"""Tokens that the model of a directory sees, unless data.context gives another number; more take longer."""
 
 
 def run(settings: GenerateConfig, job: Job) -> Summary:
+    is_directory = settings.run is settings.snapshot is settings.weights is None
+    if is_directory and not sets_key(job.overrides, "data.context"):
+        settings = replace(settings, data={**settings.data, "context": _context(settings.model["path"])})
     with use_trained(with_saved_settings(settings, job), job) as trained:
         return _generate(trained)
+
+
+def _context(directory: str) -> int:
+    """How many tokens the model in a directory sees."""
+    content = read_config(Path(directory))
+    known = content.get("max_position_embeddings", content.get("n_positions"))
+    return min(known, MAX_CONTEXT) if isinstance(known, int) and known > 0 else MAX_CONTEXT
 
 
 def _generate(trained: TrainedModel[GenerateConfig]) -> Summary:
     settings, world = trained.settings, trained.world
     parts = trained.build()
-    text = TextFormat.of(parts.loader)
+    text = TextFormat.of(parts.loader, settings.chat)
     if (summary := trained.run_elsewhere(parts)) is not None:
         return summary
     given = _read_prompt(settings.prompt) if world.is_rank_zero else ""
@@ -44,7 +60,7 @@ def _generate(trained: TrainedModel[GenerateConfig]) -> Summary:
         _print(stream, stops.until_stopped(new), shows=shows)
     seconds = time.perf_counter() - began
     count = len(stream.tokens)
-    ended = stream.tokens[-1] in text.tokenizer.ends
+    ended = stream.tokens[-1] in text.ends
     if shows:
         reason = ", where the text ends" if ended else ""
         print_status(f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s){reason}")

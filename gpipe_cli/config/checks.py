@@ -46,6 +46,8 @@ MAX_RANKS = 1024
 """The limit on threads, workers and processes, above the cores of the largest machines and the GPUs of a large job."""
 MAX_SEED = 2**63 - 1
 PROCESSES = "gpipe_cli.engines.processes.build"
+HUGGING_FACE = "gpipe_cli.models.hf.pretrained.build"
+"""Of these models, `gpipe generate` runs a directory as it is."""
 WORDS = (("resume", "auto"), ("data.tokenizer", "auto"))
 """Values that are words where another value is a path."""
 WITHOUT_FILES = {*schema.COMPONENT_GROUPS} - {"model", "data"}
@@ -320,7 +322,7 @@ def _training(flat: Mapping[str, Any]) -> Iterator[str]:
 def _saved(flat: Mapping[str, Any]) -> Iterator[str]:
     keys = [key for key in ("run", "snapshot", "weights") if key in flat]
     given = [key for key in keys if flat[key] is not None]
-    if not given:
+    if not given and not ("prompt" in flat and flat["model._target_"] == HUGGING_FACE):
         use = "evaluate" if "split" in flat else "export" if "format" in flat else "use"
         others = "".join(f", or {key}=..." for key in keys[1:])
         yield f"run: give the run to {use}, run=runs/train/...{others}"

@@ -79,6 +79,8 @@ ALLOW_VARIABLE = "GPIPE_ALLOW"
 EVAL_EVERY = (
     "eval_every works for one more release; eval.every=<steps> leaves out the evaluations after epochs"
 )
+SOURCES = ("run", "snapshot", "weights", "model", "model._target_")
+"""Keys that say where a trained model comes from, or which model it is; otherwise model.path is its directory."""
 UNPREPARED = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """What both raise where they did not expect a value."""
 NODES = {int: IntegerNode(), float: FloatNode(), bool: BooleanNode(), str: StringNode()}
@@ -202,6 +204,9 @@ def prepared(
     command, words = request.command, request.words
     check_words(request)
     own = [word for word in words if not word.startswith(WORD) and not sets_hydra(word)]
+    keys = {override_key(word) for word in own}
+    if command == "generate" and "model.path" in keys and keys.isdisjoint(SOURCES):
+        own = ["model=hf", *own]
     given = to_hydra(own, open_groups=COMPONENT_GROUPS if request.continues_run else ())
     options = {key: value for key, _, value in (word.partition("=") for word in given) if key in GROUPS}
     composing = Composing(None if request.config_dir is None else Path(request.config_dir), options)

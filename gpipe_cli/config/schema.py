@@ -209,6 +209,7 @@ class PredictConfig(TrainedConfig):
 @dataclass
 class GenerateConfig(TrainedConfig):
     prompt: str = ""
+    chat: bool | None = None
     tokens: int = 50
     temperature: float = 0.8
     top_k: int | None = 40

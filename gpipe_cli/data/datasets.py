@@ -67,6 +67,8 @@ class Data:
     """Seconds that a worker may take for a mini-batch."""
     tokenizer: Tokenizer | None = None
     """What made the inputs of text; None if they are something else."""
+    has_chats: bool = False
+    """Whether the text is chats, of which only the answers are learned."""
     longest: int = 0
     """Index of the longest training sample, where lengths differ: the model is traced, and its memory estimated, with a
     batch padded to it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -148,7 +149,8 @@ def build_rows(
         settings |= {"format": "labels", "label": label}
     stored = stored_tokens(spec, files, settings, pieces, held_out_files)
     if label is None:
-        return document_data(spec, stored, maker)
+        first = stored.tokens[: int(stored.documents[0, 0])]
+        return replace(document_data(spec, stored, maker), has_chats=bool((first < 0).any()))
     if pack == JOINED:
         raise ConfigError(f"data.pack={JOINED}: has no effect on texts with data.label; remove it")
     return labeled_data(spec, stored, maker, label, list(map(str, labels or ())))

@@ -269,6 +269,25 @@ class ChatTemplate:
             ]
         return array("i", (token if own else ~token for token, own in zip(tokens, scored, strict=True)))
 
+    def prompt(self, text: str) -> list[int]:
+        """The tokens up to the answer to a message of a user."""
+        try:
+            rendered = self._render([{"role": "user", "content": text}], prompt=True)
+        except ChatError as error:
+            raise ConfigError(f"chat=true: {error}; give chat=false") from error
+        tokens: list[int] = self._tokenizer.backend_tokenizer.encode(rendered, add_special_tokens=False).ids
+        return tokens
+
+    def end(self) -> int | None:
+        """The special token that the template puts behind an answer."""
+        messages = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _SENTINEL}]
+        try:
+            after = self._render(messages).partition(_SENTINEL)[2]
+        except ChatError:
+            return None
+        tokens = self._tokenizer.backend_tokenizer.encode(after, add_special_tokens=False).ids
+        return next((token for token in tokens[:1] if token in self._tokenizer.added_tokens_decoder), None)
+
     def _answer(self, messages: Sequence[Message], place: int, text: str) -> tuple[int, int]:
         """Where the message of the assistant at `place` begins and ends in the text of the whole conversation."""
         before = self._render(messages[:place]) if place else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from gpipe_cli.build.fit import scores_differ, token_scores
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.data.datasets import generator_for
-from gpipe_cli.data.tokenizer import Tokenizer
+from gpipe_cli.data.tokenizer import ChatTemplate, Tokenizer
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, NumericError
 from gpipe_cli.pytree import ModelInput
@@ -61,9 +62,12 @@ class TextFormat:
     """How many tokens the model takes."""
     sample: ModelInput
     """An input that the model was trained with; those of a generated text have the same structure."""
+    chat: ChatTemplate | None = None
+    """What makes a text of a prompt that is a message."""
 
     @staticmethod
-    def of(loader: BatchLoader) -> TextFormat:
+    def of(loader: BatchLoader, chat: bool | None = None) -> TextFormat:
+        """chat: whether prompts are messages; None: if the model has learned chats."""
         data = loader.data
         if data.tokenizer is None:
             raise ConfigError(
@@ -71,10 +75,26 @@ class TextFormat:
                 "model, such as a run of gpipe train model=gpt data=text"
             )
         (context,) = data.shape
-        return TextFormat(data.tokenizer, context, loader.traced_batch())
+        template = (
+            getattr(data.tokenizer, "chat", None) if chat or (chat is None and data.has_chats) else None
+        )
+        if chat and template is None:
+            raise ConfigError(
+                "chat=true: the tokenizer has no chat template; give data.tokenizer=<directory> with one in "
+                "tokenizer_config.json or chat_template.jinja"
+            )
+        return TextFormat(data.tokenizer, context, loader.traced_batch(), template)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text, or the answer to a message."""
+        end = None if self.chat is None else self.chat.end()
+        return self.tokenizer.ends if end is None else self.tokenizer.ends | {end}
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, of which there is at least one."""
+        if self.chat is not None:
+            return self.chat.prompt(text)
         if tokens := self.tokenizer.encode(text):
             return tokens
         if self.tokenizer.start is not None:
@@ -129,7 +149,7 @@ def generate(
         token = int(engine.predict(text.input(tokens), choose))
         tokens.append(token)
         yield token
-        if token in text.tokenizer.ends:
+        if token in text.ends:
             return
 
 

@@ -139,12 +139,19 @@ class TrainedModel(Generic[Settings]):
     job: Job
     world: World
     snapshot: VerifiedSnapshot | None
-    """None for a file of weights."""
+    """None for a file of weights, and for a model that reads its own directory."""
+
+    @property
+    def has_saved_weights(self) -> bool:
+        """False for a model that reads its own directory."""
+        return self.snapshot is not None or self.settings.weights is not None
 
     @property
     def source(self) -> Summary:
-        """For the summary: the file that the weights come from, and the command."""
+        """For the summary: the file or directory that the weights come from, and the command."""
         weights = self.settings.weights if self.snapshot is None else weights_file(self.snapshot)
+        if not self.has_saved_weights:
+            weights = self.settings.model["path"]
         return {"weights": str(weights), "command": self.job.line}
 
     def build(self, data: Data | None = None) -> RunParts:
@@ -154,7 +161,7 @@ class TrainedModel(Generic[Settings]):
         """
         settings = self.settings
         parts = build_parts_in_ranks(settings, self.job, self.world, initial_weights=False, data=data)
-        if not reads_on_demand(settings):
+        if not reads_on_demand(settings) and self.has_saved_weights:
             activity.now("loading the weights")
             load_into_model(parts.model, settings.weights, self.snapshot, parts.referenced)
         return parts
@@ -173,7 +180,7 @@ class TrainedModel(Generic[Settings]):
         settings, world = self.settings, self.world
         engine = with_heartbeat(make_engine(settings, parts), settings, parts, world)
         try:
-            if reads_on_demand(settings):
+            if reads_on_demand(settings) and self.has_saved_weights:
                 load_on_demand(engine, parts.model, settings.weights, self.snapshot)
             with stop_requests(agree=world.max, patient=world.size > 1) as stops:
                 yield engine, stops

@@ -96,6 +96,11 @@ def _export_format(settings: TrainConfig, run: Path) -> list[str]:
     return []
 
 
+def _learns_text(settings: TrainConfig) -> bool:
+    is_text = str(settings.data["_target_"]).startswith("gpipe_cli.data.texts.")
+    return is_text and not settings.data.get("label") and settings.model.get("task") != "masked_lm"
+
+
 def print_summary(summary: Summary, settings: TrainConfig) -> None:
     """Print the result with the commands that a user is likely to want next."""
     run = Path(str(summary.get("run_dir")))
@@ -105,10 +110,12 @@ def print_summary(summary: Summary, settings: TrainConfig) -> None:
         longer = f"early_stop.patience={2 * (settings.early_stop.patience or 1)}"
     steps = as_int(summary.get("steps"), MAX_STEPS) or 1
     lr = None if "stopped_early" in summary else longer_line(settings, steps, 2 * steps)
+    generate = {"generate": shlex.join(["gpipe", "generate", text_word("run", run), "prompt=..."])}
     next_commands = {
         "evaluate": shlex.join(["gpipe", "eval", text_word("run", run), *allow]),
         "train_longer": shlex.join(["gpipe", "train", text_word("resume", run), longer, *allow]),
         **({} if lr is None else {"learning_rate": lr}),
+        **(generate if _learns_text(settings) else {}),
         "export": shlex.join(["gpipe", "export", text_word("run", run), *_export_format(settings, run)]),
     }
     print_measured_memory(summary.get("partitions", []))

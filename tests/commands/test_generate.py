@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import runpy
 import signal
@@ -11,9 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpipe_cli.data.tokenizer import read_tokenizer
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import transformers
 from gpipe_cli.inference import generation
+from gpipe_cli.inference.generation import TextFormat
 from tests.support.command_line import Gpipe
+from tests.support.hugging_face_models import save_model, tiny_config
+from tests.support.tokenizers import CHATML, save_tokenizer
 from tests.support.trained_runs import GPT, TrainedRun
 
 
@@ -171,3 +177,75 @@ def test_a_masked_language_model_is_refused(gpipe: Gpipe) -> None:
     answer = gpipe("generate", "run=run", "prompt=a")
     assert (answer.code, answer.out) == (2, "")
     assert "model: its scores for a token depend on the tokens after it" in answer.err
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = save_tokenizer(tmp_path / "llama", eos_token="<|endoftext|>", chat_template=CHATML)
+    tokens = read_tokenizer(str(path)).vocabulary
+    return save_model(path, "AutoModelForCausalLM", tiny_config(vocab_size=tokens, eos_token_id=0))
+
+
+def test_a_directory_is_run_as_it_is(gpipe: Gpipe, directory: Path) -> None:
+    """With the tokens that transformers generates from the same prompt, as a text and as a message."""
+    model = transformers().AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = transformers().AutoTokenizer.from_pretrained(directory)
+    message = [{"role": "user", "content": "shall I"}]
+    for chat, text in (
+        ("false", "shall I"),
+        ("true", tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)),
+    ):
+        prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        expected = model.generate(
+            **prompt, max_new_tokens=6, do_sample=False, eos_token_id=[0, 2] if chat == "true" else 0
+        )[0, prompt.input_ids.shape[1] :]
+        words = (f"model.path={directory}", "prompt=shall I", "tokens=6", "temperature=0", "--json")
+        answer = gpipe("generate", *words, f"chat={chat}", "partitions=2")
+        assert answer.code == 0, answer.err
+        assert answer.json["prompt_tokens"] == prompt.input_ids.shape[1]
+        assert answer.json["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        assert answer.json["weights"] == str(directory)
+
+
+def test_a_run_that_learned_chats_takes_messages(gpipe: Gpipe, directory: Path, tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": "thee"}, {"role": "assistant", "content": "I"}]] * 8
+    (tmp_path / "chats").write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in chats))
+    run, keys = tmp_path / "run", ("data.field=messages", "data.context=24", "data.pack=false")
+    answer = gpipe(
+        "train", "model=hf", f"model.path={directory}", "data=rows", f"data.path={tmp_path / 'chats'}", "steps=1",
+        *keys, "batch_size=2", f"data.cache={tmp_path}", f"run_dir={run}",
+    )  # fmt: skip
+    assert answer.code == 0, answer.err
+    assert f"gpipe generate run={run} prompt=..." in answer.out
+    lengths = [
+        gpipe("generate", f"run={run}", "prompt=thee", "tokens=1", "--json", *words).json["prompt_tokens"]
+        for words in ([], ["chat=true"], ["chat=false"])
+    ]
+    assert lengths[0] == lengths[1] > lengths[2]
+
+
+def test_a_message_needs_a_template(gpipe: Gpipe, directory: Path) -> None:
+    save_tokenizer(directory, eos_token="<|endoftext|>")
+    answer = gpipe("generate", f"model.path={directory}", "prompt=a", "chat=true")
+    assert (
+        answer.code == 2
+        and "chat=true: the tokenizer has no chat template; give data.tokenizer=" in answer.err
+    )
+
+
+def test_an_answer_ends_with_the_token_of_the_template(directory: Path) -> None:
+    tokenizer = read_tokenizer(str(directory))
+    assert tokenizer.chat is not None and tokenizer.chat.end() == 2  # <|im_end|>, not the eos token
+    text = TextFormat(tokenizer, 8, torch.zeros(1, 8), tokenizer.chat)
+    assert text.ends == {0, 2}
+
+
+def test_a_template_runs_nothing(directory: Path) -> None:
+    """transformers renders it in a sandbox."""
+    save_tokenizer(directory, chat_template="{{ messages.__class__.__mro__[-1].__subclasses__() }}")
+    chat = read_tokenizer(str(directory)).chat
+    assert chat is not None
+    with pytest.raises(
+        ConfigError, match=r"chat=true: the chat template cannot render the messages: .*unsafe"
+    ):
+        chat.prompt("a")
