@@ -148,7 +148,9 @@ def check_files(settings: schema.CommandConfig) -> None:
         is_known = target.startswith(IMAGE_FOLDER if key == "data.root" else "gpipe_cli.")
         if not isinstance(value, str) or not is_known or (key, value) in WORDS:
             continue
-        if not os.path.lexists(value) and not glob.glob(value, recursive=True):  # noqa: PTH207 - any pattern
+        # Path.exists raises for a name that is too long, which lexists takes for a missing one.
+        there = Path(value).exists() or os.path.lexists(value)
+        if not there and not glob.glob(value, recursive=True):  # noqa: PTH207 - any pattern
             raise error(f"{key}={value}: {problem}")
 
 
