@@ -395,6 +395,24 @@ def test_the_keys_and_options_of_every_command_exist() -> None:
     assert {line: unknown(line) for line in lines if unknown(line)} == {}
 
 
+def test_the_tables_for_other_tools_name_keys_that_there_are() -> None:
+    """`compile=layers` was in a table before it existed."""
+    known = {*GROUPS, *(key for command in SCHEMAS for key in known_keys(command))}
+    rows = [
+        line
+        for page in (DOCS / "coming-from").glob("*.md")
+        for line in text_of(page).splitlines()
+        if line.startswith("| `")
+    ]
+    named = [
+        key
+        for row in rows
+        for code in re.findall(r"`([^`]+)`", re.split(r"(?<!\\)\|", row)[2])
+        for key in re.findall(r"(?:^| )'?([a-z_]+(?:\.[a-z_]+)*)=", code)
+    ]
+    assert len(named) > 50 and {key for key in named if key not in known} == {"model.n_layer"}
+
+
 def test_the_search_finds_a_key_and_an_option_that_there_is_not() -> None:
     assert unknown("gpipe train chunk=8 schedule=1f2b model.name=a optimizer.lr=1") == [
         "chunk",
