@@ -175,7 +175,7 @@ def test_partitions_that_go_there_and_back_are_moved_there(accelerators: list[to
     plans = [
         Prediction(
             PlanShape(4, 2, 2, schedule, "never"),
-            *((1, 1, 1, 1), 1.0, 1.0, 0.0, 8, 1.0, ()),
+            *((1, 1, 1, 1), 1.0, 1.0, 0.0, 8, ()),
             limit=Limit("work", 0.0, {}),
             engine="threads",
         )
