@@ -50,8 +50,8 @@ class FunctionLayer(nn.Module):
 def listed_layers(items: Iterable[Item]) -> LayerSequence:
     """A sequence of modules, functions and factories, each of which is called where its layer belongs.
 
-    It names layers as nn.Sequential does. Layers that share parameters, as DeepSpeed's TiedLayerSpec makes them, must hold
-    the same module or parameter.
+    It names layers as nn.Sequential does. Layers that share parameters, as DeepSpeed's TiedLayerSpec makes them, must
+    hold the same module or parameter.
     """
     return LayerSequence(_listed(item, position) for position, item in enumerate(items))
 
