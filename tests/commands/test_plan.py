@@ -110,7 +110,7 @@ def test_only_partitions_that_need_it_recompute_in_the_plan_and_in_training(gpip
     modes = answer["best"]["checkpoint"]
     assert modes == ["always", "never", "never"]
     assert answer["best"]["predicted_peak_bytes"] <= 4 * 2**20
-    given = answer["train_command"].split()[2:]
+    given = shlex.split(answer["train_command"])[2:]
     assert f"checkpoint=[{','.join(modes)}]" in given
     trained = gpipe("train", *given, "steps=1", "log.partitions=true", "--json").json
     log = (Path(trained["run_dir"]) / "train.log").read_text()
