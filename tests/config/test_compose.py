@@ -59,6 +59,7 @@ def test_every_yaml_composes(choices: list[str]) -> None:
     needed = {
         "data=pair": ["data.train={}", "data.test={}", "data.classes=2"],
         "data=jsonl": ["data.path=chats.jsonl"],
+        "data=rows": ["data.path=chats.jsonl"],
         "model=hf": ["model.path=llama"],
         "schedule=file": ["schedule.path=order.csv"],
     }
