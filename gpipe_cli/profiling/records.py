@@ -150,7 +150,7 @@ class WatchedLayer:
             index=index,
             name=name,
             type=layer_class(layer),
-            parameters=sum(parameter.numel() for parameter in layer.parameters()),
+            parameters=parameter_count(layer),
             parameter_bytes=sum(parameter.nbytes for parameter in layer.parameters()),
             saved_bytes=sum(self.storages.values()),
             output_shape=self.output_shape,
@@ -164,6 +164,16 @@ class WatchedLayer:
             # The whole storage, even if a small view was saved: the view keeps all of it alive.
             self.storages[storage] = tensor.untyped_storage().nbytes()
         return tensor
+
+
+def parameter_count(layer: nn.Module) -> int:
+    """How many numbers its parameters are. A module whose parameter packs several into a byte has `count_packed`."""
+    counts = {
+        parameter: getattr(part, "count_packed", Tensor.numel)(parameter)
+        for part in layer.modules()
+        for parameter in part.parameters(recurse=False)
+    }
+    return sum(counts.values())
 
 
 def has_values(module: nn.Module) -> bool:

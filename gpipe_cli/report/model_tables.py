@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.profiling.model_stats import ModelStats
-from gpipe_cli.profiling.records import FLOPS, LayerStats, LayerTimes
+from gpipe_cli.profiling.records import FLOPS, LayerStats, LayerTimes, parameter_count
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_rows
 from gpipe_cli.sequential import layer_names
@@ -142,9 +142,7 @@ def partition_rows(
             "layers": count,
             "first": names[end - count],
             "last": names[end - 1],
-            "parameters": sum(
-                parameter.numel() for layer in layers[end - count : end] for parameter in layer.parameters()
-            ),
+            "parameters": sum(map(parameter_count, layers[end - count : end])),
         }
         for index, (count, end) in enumerate(zip(balance, ends, strict=True))
     ]

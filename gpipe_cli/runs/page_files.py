@@ -27,7 +27,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.inference.generation import Sampling, TextFormat, TextStream, generate
-from gpipe_cli.profiling.records import frozen_layers
+from gpipe_cli.profiling.records import frozen_layers, parameter_count
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
@@ -162,7 +162,7 @@ def layer_facts(parts: RunParts) -> list[dict[str, Any]]:
             "name": name,
             "type": layer_class(layer),
             "partition": sum(index >= end for end in ends),
-            "parameters": sum(parameter.numel() for parameter in parameters),
+            "parameters": parameter_count(layer),
             "parameter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             "frozen": bool(parameters) and not any(parameter.requires_grad for parameter in parameters),
         }

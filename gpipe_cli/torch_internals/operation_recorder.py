@@ -37,7 +37,7 @@ PICKS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_for
 """Operations that read no more of their arguments than they return."""
 PUTS = frozenset({"index_put_", "index_add_", "scatter_", "scatter_add_"})
 """Operations that read and write no more of their first argument than the others have."""
-COPIES = frozenset({"_to_copy", "clone", "copy_"})
+COPIES = frozenset({"_to_copy", "clone", "copy_", "bitsandbytes::dequantize_4bit"})
 TENSOR_CORE_SIZE = 8
 """NVIDIA's guide to matrix multiplication: sizes in multiples of 16 bytes, which are 8 numbers of 16 bits."""
 
@@ -109,7 +109,7 @@ class OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
-        if func.namespace == "aten" and not func.is_view and name not in NO_KERNEL:
+        if (func.namespace == "aten" or name in COPIES) and not func.is_view and name not in NO_KERNEL:
             formula = self._formulas.get(func.overloadpacket)
             flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
             kernel = _Kernel(name, flops, tensors_in_tree((args, kwargs)), tensors_in_tree(output))

@@ -37,6 +37,10 @@ class Nf4Linear(nn.Linear):
 
     packed: nn.Parameter
 
+    def count_packed(self, parameter: nn.Parameter) -> int:
+        """How many numbers one of its parameters is."""
+        return self.in_features * self.out_features if parameter is self.packed else parameter.numel()
+
     def forward(self, input: Tensor) -> Tensor:
         device = input.device.type
         # The meta device has no autocast.

@@ -15,6 +15,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import import_package, transformers
 from gpipe_cli.models.hf.nf4 import Nf4Linear, dequantized, quantize_frozen, quantized
 from gpipe_cli.models.hf.pretrained import build
+from gpipe_cli.profiling.model_stats import ModelStats, model_stats
+from gpipe_cli.profiling.records import Sample
 from gpipe_cli.sequential.deferred import DeferredParameter, load_parameters
 from tests.support.hugging_face_models import save_model, tiny_config
 
@@ -143,6 +145,24 @@ def test_logits_and_gradients_are_those_of_transformers_with_bitsandbytes(direct
     for each in logits:
         each.sum().backward()
     assert torch.equal(embedded[0].grad, embedded[1].grad)
+
+
+def test_statistics_count_weights_their_bytes_and_operations_and_save_no_dequantized_ones() -> None:
+    def stats(dtype: torch.dtype) -> ModelStats:
+        model = nn.Sequential(*(frozen_linear(64, 64, dtype) for _ in range(2)))
+        if dtype == torch.bfloat16:
+            quantize_frozen(model)
+        sample = Sample(torch.randn(8, 64, dtype=dtype, requires_grad=True))
+        return model_stats(model, sample)
+
+    packed, plain = stats(torch.bfloat16), stats(torch.float32)
+    for own, other, layer in zip(packed.operations, plain.operations, packed.layers, strict=True):
+        assert own.forward_flops == other.forward_flops > 0 and own.backward_flops == other.backward_flops > 0
+        assert layer.parameters == 64 * 64 + 64
+        assert layer.parameter_bytes == 64 * 64 // 2 + 64 * 4 + 64 * 2 and layer.saved_bytes == 0
+        # The product reads dequantized weights, however many rows the micro-batch has.
+        product = next(kernel for kernel in own.forward if kernel.flops)
+        assert product.weight_bytes >= 64 * 64 * 2 and product.activation_bytes == 2 * 8 * 64 * 2
 
 
 @pytest.mark.parametrize(
