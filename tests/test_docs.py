@@ -28,6 +28,7 @@ from gpipe_cli.config.schema import GROUPS, SCHEMAS
 from make_docs.__main__ import DOCS
 from make_docs.__main__ import PAGES as GENERATED
 from tests.support.command_line import Gpipe
+from tests.support.package_source import sources
 
 TOP = Path(__file__).parent.parent
 PAGES = [TOP / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -265,6 +266,13 @@ def test_every_test_that_the_promises_rest_on_exists() -> None:
             file,
             function,
         )
+
+
+def test_the_messages_that_the_start_page_explains_are_in_the_package() -> None:
+    rows = re.findall(r"^\| (`.*?) \| \d \|", text_of(DOCS / "index.md"), flags=re.MULTILINE)
+    shown = [message for row in rows for message in re.findall(r"`(.*?)`", row)]
+    package = "".join(sources().values())
+    assert len(shown) > 10 and [message for message in shown if message not in package] == []
 
 
 def test_every_model_of_the_example_is_trained_by_the_docs() -> None:
