@@ -294,7 +294,7 @@ COMMAND_LINES = """
 2 profile timeline=true engine=offload engine.slices=0 => engine.slices=0: must be at least 1
 2 train steps=1.5 => steps=1.5: expected a whole number
 2 train chunks=abc => chunks=abc: expected a whole number
-2 train chunks=null => chunks=None: expected a whole number
+2 train chunks=null => chunks=null: expected a whole number
 2 train chunks=[1 => chunks=[1: cannot be read
 2 train chunks=2,4 => chunks=2,4: several values need -m
 2 train -m chunks=2,0 => chunks=0: must be at least 1

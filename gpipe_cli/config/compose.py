@@ -289,7 +289,7 @@ def _converted(value: Any, hint: Any, key: str) -> Any:
         with suppress(ValidationError):
             value = NODES[kind].validate_and_convert(value)
     if problem := type_mismatch(value, hint):
-        raise ConfigError(f"{key}={value}: {problem}")
+        raise ConfigError(f"{key}={'null' if value is None else value}: {problem}")
     if isinstance(value, list) and (inner := get_args(hint)):
         return [_converted(member, inner[0], f"{key}[{index}]") for index, member in enumerate(value)]
     return value
