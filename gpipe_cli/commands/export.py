@@ -27,9 +27,12 @@ def run(settings: ExportConfig, job: Job) -> Summary:
     key, value = ("run", settings.run) if settings.snapshot is None else ("snapshot", settings.snapshot)
     assert value is not None, "the configuration was checked"
     activity.now("reading the snapshot")
-    search = partial(first_valid_snapshot, wanted=() if settings.format in DIRECTORIES else (MODEL,))
+    writes_directory = settings.merge or settings.format in DIRECTORIES
+    search = partial(first_valid_snapshot, wanted=() if writes_directory else (MODEL,))
     chosen = choose_snapshot(key, value, settings.which or settings.at, search)
     write = DIRECTORIES.get(settings.format, export_formats.write_file)
+    if settings.merge:
+        write = export_formats.write_merged
     facts = {"out": str(out), **write(chosen.verified, out), "snapshot": str(chosen.verified.path)}
     print_status(chosen.reason)
     if job.shows_result:

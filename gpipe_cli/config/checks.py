@@ -334,6 +334,10 @@ def _saved(flat: Mapping[str, Any]) -> Iterator[str]:
         yield "which and at are two names of one key; give which"
     elif (which := flat["which"] or flat["at"]) is not None and flat["run"] is None:
         yield f"which={which}: chooses among the snapshots of run=...; with {given[0]} remove it"
+    if flat.get("merge") and flat["out"] is None:
+        yield "merge=true: writes a directory; give out=<directory>"
+    if flat.get("merge") and flat["format"] == "peft":
+        yield "merge=true: writes the whole model, and format=peft only its adapter; remove one of them"
     if flat.get("format") in ("hf", "peft") and flat["out"] is None:
         yield f"format={flat['format']}: writes a directory; give out=<directory>"
     if "input" in flat:

@@ -280,6 +280,7 @@ class RunsConfig(CommandConfig):
 @dataclass
 class ExportConfig(SavedConfig):
     format: str = "safetensors"
+    merge: bool = False
     out: str | None = None
 
 

@@ -3,6 +3,7 @@
 safetensors  a file of weights, with what predictions need as metadata and as JSON beside the file
 hf           a directory that `from_pretrained` loads, with configuration, weights and tokenizer; transformers
              itself writes it, so the files have the names, shards and layout of published models
+             (merge=true: of a run with an adapter, the base with the adapter added)
 peft         the adapter of a run, as a directory that `PeftModel.from_pretrained(base, directory)` loads
 """
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError, ResourceError
-from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
+from gpipe_cli.huggingface import MAX_JSON_BYTES, import_package, load_config
 from gpipe_cli.inference.inference_spec import METADATA_KEY, SPEC_FILE, spec_of_run
 from gpipe_cli.models.hf import pretrained
 from gpipe_cli.models.hf.lora import ADAPTER, LoraSettings, lora_config
@@ -102,8 +103,8 @@ def write_directory(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
     trained = HuggingFaceRun.of(snapshot, "hf")
     if base_of_snapshot(snapshot) is not None:
         raise ConfigError(
-            f"format=hf: {trained.run} has trained an adapter (model.lora), and merged weights would be rounded; give "
-            "format=peft, and merge with PeftModel.merge_and_unload() if you need one model"
+            f"format=hf: {trained.run} has trained an adapter (model.lora); give format=peft for the adapter alone, or "
+            "merge=true for one model, whose weights are rounded to the dtype of the base"
         )
     tensors = read_tensors(snapshot)
     model, _ = trained.without_values(tensors)
@@ -112,8 +113,35 @@ def write_directory(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
     # Tied names share memory, as transformers expects.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tensors[name] = tensors[names.setdefault(parameter, name)]
+    return _save(trained, model, out, state_dict=tensors)
+
+
+def write_merged(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
+    """merge=true: write the base with the adapter of the snapshot added by peft, in the dtype of the base."""
+    trained = HuggingFaceRun.of(snapshot, "hf")
+    if base_of_snapshot(snapshot) is None:
+        raise ConfigError(
+            f"merge=true: {trained.run} has no adapter of a base model in files (model.lora.rank); give format=hf"
+        )
+    outline, _ = trained.without_values(read_tensors(snapshot))
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = Path(folder) / "adapter"
+        write_adapter(snapshot, adapter)
+        base = type(outline).from_pretrained(
+            trained.path,
+            config=outline.config,
+            dtype=outline.dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+        model = import_package("peft").PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+    return _save(trained, model, out)
+
+
+def _save(trained: HuggingFaceRun, model: Any, out: Path, **tensors: Any) -> dict[str, Any]:
     with whole_directory(out) as folder:
-        model.save_pretrained(folder, state_dict=tensors, max_shard_size=MAX_SHARD)
+        model.save_pretrained(folder, max_shard_size=MAX_SHARD, **tensors)
         for file in _companions(trained.path, trained.tokenizer):
             (folder / file.name).write_bytes(read_regular(file, MAX_JSON_BYTES))
     files = list(out.iterdir())

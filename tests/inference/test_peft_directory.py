@@ -108,6 +108,49 @@ def test_peft_loads_what_is_exported_to_the_bit(
             assert not torch.equal(adapted(**inputs).logits, expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "auto", "keys", "tolerance"),
+    [
+        ("LlamaConfig", "CausalLM", {"lora": {"rank": 2, "targets": "all-linear"}}, 1e-4),
+        ("LlamaConfig", "CausalLM", {"lora": {"rank": 2}, "dtype": "bfloat16"}, 0.05),
+        ("BertConfig", "SequenceClassification", {"lora": {"rank": 2}}, 1e-4),
+    ],
+    ids=str,
+)
+def test_a_merged_model_has_the_scores_of_the_adapted_one(
+    kind: str, auto: str, keys: dict[str, Any], tolerance: float, gpipe: Gpipe, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", f"AutoModelFor{auto}", tiny_config(kind))
+    model = save_run(tmp_path / "run", {"path": str(base), **keys})
+    answer = gpipe("export", "run=run", "out=merged", "merge=true", "--json")
+    assert answer.code == 0 and answer.json["files"] >= 2, answer.err
+    dtype = getattr(torch, keys.get("dtype", "float32"))
+    merged = getattr(transformers(), f"AutoModelFor{auto}").from_pretrained(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == dtype and not any("lora" in name for name in merged.state_dict())
+    tokens = torch.randint(1, 64, (2, 6))
+    with torch.no_grad():
+        expected, found = (each.eval()(input_ids=tokens).logits.float() for each in (model, merged))
+    assert (found - expected).norm() < tolerance * expected.norm()
+
+
+def test_only_a_whole_run_of_adapters_is_merged(gpipe: Gpipe, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", "AutoModelForCausalLM", tiny_config())
+    save_run(tmp_path / "whole", {"path": str(base), "lora": {"rank": None}})
+    for words, message in (
+        (
+            ["out=merged"],
+            "whole has no adapter of a base model in files (model.lora.rank); give format=hf",
+        ),
+        ([], "merge=true: writes a directory; give out=<directory>"),
+        (
+            ["out=merged", "format=peft"],
+            "merge=true: writes the whole model, and format=peft only its adapter",
+        ),
+    ):
+        answer = gpipe("export", "run=whole", "merge=true", *words)
+        assert answer.code == 2 and message in answer.err and answer.err.count("\n") == 1
+
+
 def test_an_adapter_of_a_base_in_four_bits_is_one_for_bitsandbytes(gpipe: Gpipe, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="needs gpipe-cli[quantize]")
     base = save_model(tmp_path / "base", "AutoModelForCausalLM", tiny_config())
