@@ -31,6 +31,7 @@ CONFIG_KEY = ("config", "str", "null")
 RECIPE_KEYS = (("recipe", "group", ""), (SCALE_KEY, "str", "full"))
 QUOTES = "\"'"
 HINTS = {
+    "allow": "gpipe {command} runs no code of yours; remove it",
     "hydra": "see `gpipe {command} --cfg hydra` for the keys of Hydra",
     "jobs": "give hydra/launcher=joblib hydra.launcher.n_jobs=2 to a sweep (-m) instead",
     "model.pretrained": "give model.weights=<file>, because gpipe downloads nothing",

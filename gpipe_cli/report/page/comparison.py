@@ -51,7 +51,10 @@ class Comparison:
         differences = _differences([flat_config(run.config) for run in ordered])
         title = f"best {metric_title(metric)}"
         results = [
-            {**({} if values[0] is None else {title: format_value(metric, value)}), **headlines[index]}
+            {
+                **({} if values[0] is None else {title: format_value(metric, value)}),
+                **{name: text for name, text in headlines[index].items() if name != f"best eval {metric}"},
+            }
             for index, value in zip(order, values, strict=True)
         ]
         return Comparison(ordered, _labels(ordered), metric, values, differences, results)
