@@ -77,9 +77,10 @@ def _print(parts: RunParts, memory: list[float] | None, summary: Summary) -> Non
         )
     print_partitions(rows)
     figures = {
-        key: format_value("bytes", int(summary[key]))
-        if balanced.unit == "bytes"
-        else f"{summary[key]:.4g} {balanced.unit}"
+        key: f"{summary[key]:.4g} ms"
+        if balanced.unit == "ms"
+        else format_value(balanced.unit.lower(), int(summary[key]))
+        + (f" {balanced.unit}" if balanced.unit != "bytes" else "")
         for key in ("max", "lower_bound")
     }
     print_facts("", {**figures, "imbalance": summary["imbalance"], "train_command": summary["train_command"]})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -71,3 +72,9 @@ def test_the_optimizer_the_schedule_and_the_checkpoint_mode_change_what_memory_i
     assert most("optimizer=sgd") < usual
     assert most("checkpoint=never") > usual
     assert most("checkpoint=never", "schedule=1f1b") < most("checkpoint=never")
+
+
+def test_large_numbers_of_parameters_have_a_unit(gpipe: Gpipe) -> None:
+    """They were printed as `4.334e+05 parameters`."""
+    out = gpipe("balance", "--by", "params", "model=mlp", "model.width=512").out
+    assert re.search(r"max +\d+\.\d\d[kM] parameters", out) and "e+0" not in out
