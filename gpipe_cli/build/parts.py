@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -68,6 +70,7 @@ from gpipe_cli.schedule.orders import AUTO, CUSTOM, FILE, ONE_F_ONE_B, may_share
 from gpipe_cli.schedule.spec import PipelineSpec
 from gpipe_cli.sequential.deferred import fill_others
 from gpipe_cli.torch_internals.deferred_values import DeferredValues
+from gpipe_cli.torch_internals.modules import compile_layers
 from gpipe_cli.values import format_bytes
 
 MEASURE_HINT = "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
@@ -361,12 +364,30 @@ def make_engine(
     observe: see `TrainingObjective`.
     """
     activity.now("building the engine")
+    if settings.compile == "layers":
+        _compile(settings, parts.model)
     objective = replace(_objective(settings, parts.model), observe=observe)
     spec = replace(engine_spec(settings, parts, objective), measure_utilization=measure_utilization)
     hint = traits_of_engine(settings).build_memory_hint
     with report_out_of_memory("building engine and optimizer", hint):
         engine: Engine = instantiate(settings.engine, "engine", settings.allow, spec=spec)
     return engine
+
+
+def _compile(settings: RunConfig, model: nn.Sequential) -> None:
+    """compile=layers: torch compiles each layer at its first call, for which it needs a compiler of C++."""
+    name = f"compile={settings.compile}"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+        raise ConfigError(
+            f"{name}: torch finds no compiler of C++; install g++, or name one in CXX, or remove compile"
+        )
+    if settings.log.layers:
+        raise ConfigError(
+            f"{name}: log.layers=true has hooks on the layers, which cannot be compiled; remove one"
+        )
+    if blocked_linear(model) is not None:
+        raise ConfigError(f"{name}: the loss computes the scores of the last layer; give loss.block=none")
+    compile_layers(model)
 
 
 def engine_spec(settings: ModelConfig, parts: RunParts, objective: TrainingObjective) -> EngineSpec:

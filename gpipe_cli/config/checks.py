@@ -29,6 +29,7 @@ CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
     "checkpoint": MODES,
     "shard": ("none", "optimizer"),
+    "compile": ("none", "layers"),
     "split": ("test", "train", "validation"),
     "sort": ("order", "time", "memory"),
     "which": ("best", "last"),

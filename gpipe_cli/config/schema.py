@@ -78,6 +78,7 @@ class NotConfigured:
     optimizer: Mapping[str, Any] = MappingProxyType({})
     checkpoint: Any = "never"
     clip_grad_norm: float | None = None
+    compile = "none"
     data_parallel = 1
     deferred_batch_norm = False
     device_memory: Any = None
@@ -154,6 +155,7 @@ class CostConfig(ModelConfig):
 class TrainConfig(RunConfig, CostConfig):
     trains = True
     lr_schedule: dict[str, Any] = field(default_factory=dict)
+    compile: str = "none"
     clip_grad_norm: float | None = None
     ema: float | None = None
     plan: AutoPlanConfig = field(default_factory=AutoPlanConfig)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,6 +12,9 @@ from torch import nn
 
 _replacing = threading.Lock()
 """Held while methods of torch are replaced: two threads would restore each other's replacements."""
+
+_MAX_COMPILED = 1024
+"""Versions of a function, for layers that differ and for inputs of different sizes."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -76,6 +79,20 @@ def _replaced(
         torch.jit.ScriptFunction.__call__ = script_call  # type: ignore[method-assign]
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+
+
+def compile_layers(layers: Iterable[nn.Module]) -> None:
+    """Let torch compile each layer at its first call; what equal layers do is compiled once.
+
+    A layer that cannot be compiled whole raises, and so does one that would have to run uncompiled after all: what a
+    layer computes must depend on nothing but its input. Code for sizes that vary would depend on the sizes before.
+    """
+    torch._dynamo.config.recompile_limit = _MAX_COMPILED
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    for layer in layers:
+        # torch does not compile the forward of its own modules by itself: one kernel has nothing to be joined with.
+        if not type(layer).__module__.startswith("torch.nn."):
+            layer.compile(fullgraph=True, dynamic=False)
 
 
 def adopt_version(module: nn.Module, original: nn.Module) -> None:
