@@ -267,7 +267,7 @@ def test_a_dry_run_that_has_to_estimate_prints_that_the_run_may_differ(huge: Gpi
     would_take, balance = answer.err.splitlines()
     assert re.fullmatch(
         r"measuring the layers would take .*iB, and .*iB are free here: the partitions below are estimated, and may "
-        r"differ from those of the run",
+        r"differ from the partitions of the run",
         would_take,
     )
     assert "estimated from FLOPs, since this process has no values of the parameters" in balance
