@@ -217,6 +217,7 @@ def test_the_program_of_a_page_runs_and_fills_every_gradient(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # about five minutes on two idle cores
 def test_the_tutorial_holds_from_the_first_command_to_the_exported_model(
     gpipe: Gpipe, tmp_path: Path
 ) -> None:
@@ -233,6 +234,7 @@ def test_the_tutorial_holds_from_the_first_command_to_the_exported_model(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_model_like_nanogpt_trains_unchanged_and_gets_its_weights_back(
     gpipe: Gpipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,6 +474,7 @@ def test_the_site_is_built_without_a_warning_and_names_no_other_place(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_plain_gpipe_train_reaches_what_the_readme_promises(gpipe: Gpipe) -> None:
     summary = gpipe("train", "--json").json
     assert summary["top1"] >= 0.95
