@@ -162,7 +162,9 @@ def test_a_transform_of_your_own_gets_the_input_as_it_is(samples: Any, random: b
 @pytest.mark.parametrize("transform", [transforms.basic, transforms.augment])
 def test_a_transform_of_images_refuses_inputs_of_several_tensors(transform: Any) -> None:
     data = Data(Sentences(), Sentences(), classes=9, shape=(3, 4, 4), mean=(0.0,) * 3, std=(1.0,) * 3)
-    message = f"transform={transform.__name__}: needs inputs that are one tensor, and the data has a dict; choose"
+    message = (
+        f"transform={transform.__name__}: needs inputs that are one tensor, and the data has a dict; choose"
+    )
     with pytest.raises(ConfigError, match=message):
         transform(data)
     text = Data(Sentences(), Sentences(), classes=9, shape=(4,))
