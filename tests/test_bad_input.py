@@ -49,6 +49,8 @@ JUDGED = """
     loss.reduction=sum: must be mean, because gpipe weights the loss of each micro-batch by its size
 2 train optimizer=3 => optimizer=3: choose an option by its name
 2 train optimizer=sdg => optimizer=sdg: no such option; did you mean 'sgd'?
+2 train model=my_model.Branchy => model=my_model.Branchy: no such option; code of your own is model=my_model:Branchy
+2 train model=nets/mine.py => model=nets/mine.py: no such option; code of your own is model=nets/mine.py:<function or class>
 2 train model=resnet1010 => did you mean 'resnet101'?
 2 train engine=foo => engine=foo: no such option; choose one of: offload, processes, single, threads
 2 train engine=offload checkpoint=[always] => engine=offload has no partitions; give one mode
@@ -318,6 +320,7 @@ COMMAND_LINES = """
 2 train -m chunks=2,4 chunks=8 => chunks: given as 2,4 and as 8; give it once
 2 train recipe=${oc.env:HOME} => recipe=${oc.env:HOME}: choose an option by its name;
 2 train model=mlp snapshot.monitor=top2 --dry-run => choose one of: loss, top1, top5
+2 train eval=none eval.every=2 => eval.every=2: needs evaluations, and eval=none leaves them out; remove one of them
 2 train plan.budget=5 => plan.budget: has no effect without plan=auto; remove it
 2 train plan.cache=false => plan.cache: has no effect without plan=auto or schedule=auto; remove it
 2 plan plan.verify_budget=5 => plan.verify_budget: has no effect without verify=true; remove it

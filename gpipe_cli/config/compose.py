@@ -101,6 +101,9 @@ def compose(request: Request) -> Job:
     composed = _compose(request)
     with composed.file.named_in_errors():
         settings = settings_of(composed.tree, request.command, request.words)
+    if "eval=none" in composed.words and settings.eval.every is not None:
+        every = f"eval.every={settings.eval.every}"
+        raise ConfigError(f"{every}: needs evaluations, and eval=none leaves them out; remove one of them")
     overrides = (*composed.file.words, *composed.words)
     _check_plan_keys(settings, overrides)
     notes = [
@@ -405,6 +408,12 @@ def _missing_option(error: MissingConfigException) -> str:
         return (
             f"--config-name {missing}: no such config; it is looked for in the folder given as --config-dir"
         )
+    group_of_code, _, name = missing.partition("/")
+    module, _, attribute = name.rpartition(".")
+    is_file = attribute == "py"
+    if group_of_code in COMPONENT_GROUPS and (is_file or (module and "/" not in name)):
+        code = f"{name}:<function or class>" if is_file else f"{module}:{attribute}"
+        return f"{group_of_code}={name}: no such option; code of your own is {group_of_code}={code}"
     wanted = f"{'recipe' if group == 'recipes' else group}={option}: no such option"
     if group in ("hydra/launcher", "hydra/sweeper"):
         wanted += "; pip install 'gpipe-cli[sweeps]' adds joblib, submitit and Optuna"
