@@ -31,7 +31,7 @@ from gpipe_cli.pipeline.microbatch import Batch
 from gpipe_cli.profiling.layer_times import layer_stats, layer_times, most_runs
 from gpipe_cli.profiling.memory import activation_bytes
 from gpipe_cli.profiling.model_stats import ModelStats, model_stats
-from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers
+from gpipe_cli.profiling.records import LayerTimes, Sample, frozen_layers, parameter_count
 from gpipe_cli.profiling.timeline import BalanceGain, late_after
 from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
 from gpipe_cli.report.page.render import PAGE
@@ -41,8 +41,7 @@ from gpipe_cli.runs.directory import check_run_dir, make_run_directory, write_js
 from gpipe_cli.runs.launch_record import launch_facts, write_config, write_launch
 from gpipe_cli.runs.summary import write_report
 
-COSTS = ("forward_ms", "backward_ms", "forward_flops", "backward_flops")
-SIZES = ("saved_bytes", "parameters", "parameter_bytes")
+COSTS = ("forward_ms", "backward_ms", "forward_flops", "backward_flops", "saved_bytes")
 HINT = "try more chunks, or measure=false, which counts operations and bytes instead"
 TABLES = ("layers", "timeline")
 """Parts of the summary that are printed as tables."""
@@ -79,7 +78,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
         ideal = spec.simulate(partition_costs(layers, balance, frozen_layers(parts.model, sample)))
         activations = None if stats is None else activation_bytes(stats, balance, spec)
         summary |= {
-            **_sums(rows),
+            **_totals(parts.model, rows),
             "predicted_step_ms": ideal.step,
             "predicted_bubble": ideal.bubble,
             "predicted_speedup": len(spec.order) * (1 - ideal.bubble),
@@ -92,7 +91,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
         stats = model_stats(parts.model, sample)
         activations = activation_bytes(stats, balance, spec)
         rows = flop_rows(stats, balance)
-        summary |= _sums(rows)
+        summary |= _totals(parts.model, rows)
     summary |= {"layers": rows, "command": job.line}
 
     directory = make_run_directory(settings.run_dir, job.command, job.model)
@@ -157,6 +156,10 @@ def _stats(model: nn.Sequential, sample: Sample) -> ModelStats | None:
         return None
 
 
-def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sums over all layers of the columns that the rows have."""
-    return {key: sum(row[key] for row in rows) for key in (*COSTS, *SIZES) if key in rows[0]}
+def _totals(model: nn.Sequential, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sums of the columns that the rows have; a parameter that layers share counts once."""
+    return {
+        **{key: sum(row[key] for row in rows) for key in COSTS if key in rows[0]},
+        "parameters": parameter_count(model),
+        "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
+    }

@@ -142,7 +142,7 @@ def partition_rows(
             "layers": count,
             "first": names[end - count],
             "last": names[end - 1],
-            "parameters": sum(map(parameter_count, layers[end - count : end])),
+            "parameters": parameter_count(nn.Sequential(*layers[end - count : end])),
         }
         for index, (count, end) in enumerate(zip(balance, ends, strict=True))
     ]

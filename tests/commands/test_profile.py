@@ -28,6 +28,15 @@ def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> No
         assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in summary["layers"]]
 
 
+def test_a_matrix_that_layers_share_counts_once_in_totals(gpipe: Gpipe) -> None:
+    """gpt had 830,208 parameters in `gpipe ls` and 862,976 in its profile, where the head shares the embedding."""
+    profile = gpipe("profile", "model=gpt", "measure=false", "balance=params", "partitions=1", "--json").json
+    assert profile["parameters"] == 830_208 and profile["parameter_bytes"] == 4 * 830_208
+    assert sum(layer["parameters"] for layer in profile["layers"]) == 830_208 + 256 * 128
+    told = gpipe("train", "model=gpt", "balance=params", "partitions=1", "--dry-run", "--json").json
+    assert told["partitions"][0]["parameters"] == 830_208
+
+
 def test_a_profile_divides_the_model_as_training_does(gpipe: Gpipe) -> None:
     """It divided into equal numbers of layers, found that uneven, and advised what training does anyway."""
     default = "\nbalance:\n  _target_: gpipe_cli.balance.time.balance\n"
