@@ -40,7 +40,7 @@ data: data.generated.build_shapes data.generated.build_synthetic data.image_fold
     data.texts.build_rows data.texts.build_text_files
 transform: data.transforms.augment data.transforms.basic data.transforms.none
 loss: losses.cross_entropy.AuxiliaryCrossEntropy losses.cross_entropy.CrossEntropy
-    losses.cross_entropy.TokenCrossEntropy losses.dice.Dice losses.mse.MeanSquaredError
+    losses.cross_entropy.TokenCrossEntropy losses.dice.Dice losses.mse.MeanSquaredError losses.own.OwnLoss
 balance: balance.manual.balance balance.params.balance balance.size.balance balance.time.balance
     balance.uniform.balance
 engine: engines.offload.build engines.processes.build engines.single.build engines.threads.build
