@@ -50,7 +50,7 @@ JUDGED = """
 2 train optimizer=3 => optimizer=3: choose an option by its name
 2 train optimizer=sdg => optimizer=sdg: no such option; did you mean 'sgd'?
 2 train model=my_model.Branchy => model=my_model.Branchy: no such option; code of your own is model=my_model:Branchy
-2 train model=nets/mine.py => model=nets/mine.py: no such option; code of your own is model=nets/mine.py:<function or class>
+2 train model=nets/mine.py => no such option; code of your own is model=nets/mine.py:<function or class>
 2 train model=resnet1010 => did you mean 'resnet101'?
 2 train engine=foo => engine=foo: no such option; choose one of: offload, processes, single, threads
 2 train engine=offload checkpoint=[always] => engine=offload has no partitions; give one mode
