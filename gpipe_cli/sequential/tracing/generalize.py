@@ -401,12 +401,13 @@ class _Computed:
     def add(self, node: fx.Node) -> None:
         self._info = info = info_of(node)
         args, kwargs = map_aggregate((node.args, node.kwargs), self._argument)
-        copied = add_node(self._graph, node.op, node.target, args, kwargs, info)
-        self._note(node, copied)
         if info.decides:
             message = f"{info.line} went on with {info.result!r} when the model was traced"
             result = map_aggregate(info.expected, self._argument)
-            self._function(check_decision, (copied, result, message, info.modules[-1]), type(None))
+            checked = (self._argument(node.target), args, kwargs, result, message, info.modules[-1])
+            self._function(check_decision, checked, type(None))
+        else:
+            self._note(node, add_node(self._graph, node.op, node.target, args, kwargs, info))
 
     def with_output(self, trace: TraceGraph) -> TraceGraph:
         self._info = NodeInfo(call=self._info.call)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import unwrap
 from pathlib import Path
@@ -294,7 +294,18 @@ def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
     return in_training if training else in_evaluation
 
 
-def check_decision(result: Any, traced: Any, message: str, path: str) -> None:
+def check_decision(
+    call: str | Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    traced: Any,
+    message: str,
+    path: str,
+) -> None:
+    """call: the method of the first argument, or the function, that turns values into Python objects."""
+    if any(isinstance(each, Tensor) and each.is_meta for each in args):
+        return  # There are no values.
+    result = getattr(args[0], call)(*args[1:], **kwargs) if isinstance(call, str) else call(*args, **kwargs)
     if result != traced:
         hint = (
             f"keep '{path}' whole with 'model.leaves=[{path}]'" if path else "move that code into a submodule"

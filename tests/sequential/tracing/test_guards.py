@@ -6,12 +6,14 @@ import random
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.build.layer_check import meta_output
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential import to_sequential
 
@@ -264,6 +266,23 @@ def test_a_number_of_rows_that_depends_on_values_is_checked(count: Any) -> None:
         RuntimeError, match=r"test_guards\.py:\d+ .* when the model was traced, and now it is"
     ):
         sequence(torch.arange(12).view(2, 6) % 9 + (torch.arange(12).view(2, 6) == 0))
+
+
+def skip_at_random(share: float) -> Callable[[Model, Tensor, Tensor], Tensor]:
+    """LayerDrop, as in OPT and BART."""
+    return lambda _model, _ids, hidden: hidden * 2 if torch.rand([]) < share else hidden
+
+
+def test_a_decision_on_values_goes_on_as_traced_where_there_are_none() -> None:
+    """OPT draws a number per layer, also with layerdrop=0, and the command line could not determine its output."""
+    sequence = to_sequential(Model(skip_at_random(0.0)), ids(2, 6))
+    assert meta_output(sequence, ids(2, 6)).shape == (2, 6, 4)
+    sequence = to_sequential(Model(skip_at_random(1e-12)), ids(2, 6))
+    with (
+        mock.patch("torch.rand", return_value=torch.zeros([])),
+        pytest.raises(RuntimeError, match="went on with False when the model was traced, and now it is True"),
+    ):
+        sequence(ids(2, 6))
 
 
 class Unpacking(nn.Module):
