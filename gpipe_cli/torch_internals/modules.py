@@ -90,9 +90,12 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     torch._dynamo.config.recompile_limit = _MAX_COMPILED
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for layer in layers:
-        # torch does not compile the forward of its own modules by itself: one kernel has nothing to be joined with.
-        if not type(layer).__module__.startswith("torch.nn."):
-            layer.compile(fullgraph=True, dynamic=False)
+        of_torch = type(layer).__module__.startswith("torch.nn.")
+        # One kernel, which is what torch's modules without children run, has nothing to be joined with.
+        if not of_torch or any(layer.children()):
+            # torch compiles the forward of its own modules, such as Sequential, only if another function calls it.
+            with torch._dynamo.config.patch(wrap_top_frame=of_torch):
+                layer.compile(fullgraph=True, dynamic=False)
 
 
 def adopt_version(module: nn.Module, original: nn.Module) -> None:
