@@ -20,6 +20,8 @@ FIRST_FRAME, FRAME = 0.15, 0.1
 """Seconds before the first line on a terminal, so that quick commands show none, and between two of them."""
 FIRST_LINE, LINE, LINE_SHARE = 3.0, 5.0, 0.1
 """Seconds before the first line elsewhere, and between two of them; at least this share of what has passed."""
+BRIEF = 0.5
+"""What takes no longer, in seconds, gets no line elsewhere."""
 _ERASE = "\r\x1b[2K"
 
 
@@ -85,6 +87,8 @@ class Activity:
     def _draw(self) -> None:
         now = time.monotonic()
         if now < self._due or not self._is_line_whole:
+            return
+        if now - self._began < BRIEF and not on_terminal():
             return
         text, passed = self._text(), f", {now - self._began:.1f} s"
         with suppress(OSError):  # what cannot be written, nobody misses

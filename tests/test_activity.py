@@ -14,6 +14,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Activity:
     monkeypatch.setattr(module, "FRAME", 1e6)
     monkeypatch.setattr(module, "LINE", 1e6)
     monkeypatch.setattr(module, "LINE_SHARE", 0.0)
+    monkeypatch.setattr(module, "BRIEF", 0.0)
     activity = Activity()
     monkeypatch.setattr("gpipe_cli.report.progress.activity", activity)
     return activity
@@ -29,6 +30,16 @@ def test_a_pipe_gets_at_most_one_line_every_few_seconds(
     shown.start("starting again")
     shown.now(lambda: "measuring layer 7 of 30")
     assert capfd.readouterr().err == "starting again, 0.0 s\nmeasuring layer 7 of 30, 0.0 s\n"
+
+
+def test_a_pipe_is_not_told_what_is_over_at_once(
+    shown: Activity, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output of a run had lines such as `building the engine, 0.0 s`."""
+    monkeypatch.setattr(module, "BRIEF", 1e6)
+    shown.start("building the engine")
+    shown.now("writing report.html")
+    assert capfd.readouterr().err == ""
 
 
 def test_a_program_that_imports_gpipe_is_told_nothing(
