@@ -179,8 +179,10 @@ class ProgressPanel:
 
     def _frame(self, console: Console, options: ConsoleOptions) -> Group:
         width = options.max_width
-        top = (self._progress_bar(width), self._train_loss(width, options.ascii_only), self._eval_loss())
-        return Group(*top, self._numbers(width), *self._partitions(width, console.size.height - OTHER_LINES))
+        train_loss = self._train_loss(width, options.ascii_only)
+        eval_loss = () if self._size.eval_batches == 0 else (self._eval_loss(),)
+        top = (self._progress_bar(width), train_loss, *eval_loss, self._numbers(width))
+        return Group(*top, *self._partitions(width, console.size.height - OTHER_LINES))
 
     def _progress_bar(self, width: int) -> Table:
         """The step or, during an evaluation, its mini-batch, with the time that the run has taken and still needs."""

@@ -33,6 +33,7 @@ class RunSize:
     steps: int
     epochs: int
     eval_batches: int | None = None
+    """Mini-batches of an evaluation, if that is known; 0: the run evaluates nothing."""
     partitions: Sequence[Mapping[str, Any]] = ()
     """A row for each, with `device`, its first and last layer, and sizes in bytes as far as they are known."""
 

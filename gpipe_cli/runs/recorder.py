@@ -77,7 +77,7 @@ class RunRecorder:
     ) -> Iterator[RunRecorder]:
         """Open the files of a run directory; the progress panel shows one row for each of `partitions`."""
         disk = DiskWarnings()
-        size = RunSize(spec.steps, spec.epochs, spec.eval_batches, partitions)
+        size = RunSize(spec.steps, spec.epochs, spec.eval_batches if spec.evaluations else 0, partitions)
         try:
             with (
                 closing(LineFile(directory / "train.log")) as log_file,

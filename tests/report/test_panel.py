@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -65,6 +66,12 @@ def test_a_panel_of_80_columns_shows_what_matters(panel: ProgressPanel) -> None:
     assert numbers == "120 samples/s  lr 0.001  moved 3 MiB  bubble 50 % (workers idle)  grad norm 1.25"
     assert re.fullmatch(r"0 cpu +[━╸╺ ]+ 25 % busy +2.00 MiB model state", partitions[0])
     assert re.fullmatch(r"1 cuda:0 +[━╸╺ ]+ 75 % busy +3.00 MiB peak", partitions[1])
+
+
+def test_a_panel_of_a_run_without_evaluations_has_no_line_for_them() -> None:
+    panel = ProgressPanel(replace(SIZE, eval_batches=0))
+    show_steps(panel)
+    assert [line.split()[0] for line in drawn(panel, 80)] == ["epoch", "train", "120", "0", "1"]
 
 
 def test_a_panel_of_160_columns_shows_more(panel: ProgressPanel) -> None:
