@@ -121,7 +121,8 @@ def _configured(request: Request, leave: Callable[[BaseException], NoReturn]) ->
         return run_sweep(request, began)
     with stop_immediately():
         job = replace(compose(request), began=began)
-        check_files(job.settings)
+        if request.command != "launch-script":  # the machines of the script have files of their own
+            check_files(job.settings)
     with leave_immediately(leave):
         import_torch(request.command)
     by_hydra = request.command in SWEPT and any(map(sets_hydra, request.words))

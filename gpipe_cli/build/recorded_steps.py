@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.accelerator.devices import memory_snapshot, peak_bytes, reset_peaks
-from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.build.components import traits_of_engine
 from gpipe_cli.build.optimizer import optimizer_factory
@@ -35,6 +34,7 @@ from gpipe_cli.profiling.timeline import (
     compare_with_ideal,
     diagnose,
     median_step,
+    recording,
     run_steps,
 )
 from gpipe_cli.report.formatting import format_value
@@ -97,9 +97,9 @@ def record_kernels(
         input, target = moved(input, pipe.input_device), moved(target, pipe.output_device)
         for _ in range(WARM_UP):
             pipe.step(input, target, sample.loss, key=0)
-        with profiler_of_all_threads() as profiler:
+        with profiler_of_all_threads() as profiler, recording(pipe) as recorder:
             pipe.step(input, target, sample.loss, key=0)
-            synchronize(pipe.devices)
+            recorder.spans()  # waits until the devices have run them
         profiler.export_chrome_trace(str(file))
         return memory_snapshot(pipe.devices)
 

@@ -149,10 +149,12 @@ def check_files(settings: schema.CommandConfig) -> None:
         is_known = target.startswith(IMAGE_FOLDER if key == "data.root" else "gpipe_cli.")
         if not isinstance(value, str) or not is_known or (key, value) in WORDS:
             continue
+        if key == "model.weights" and settings.uses_trained_weights:
+            continue  # refused by name, whether the file exists or not
         # Path.exists raises for a name that is too long, which lexists takes for a missing one.
         there = Path(value).exists() or os.path.lexists(value)
         if not there and not glob.glob(value, recursive=True):  # noqa: PTH207 - any pattern
-            raise error(f"{key}={value}: {problem}")
+            raise error(f"{key}={value}: {'no file matches' if glob.has_magic(value) else problem}")
 
 
 def check_numbers(plain: Mapping[Any, Any]) -> None:

@@ -86,7 +86,7 @@ def test_devices_that_differ_are_measured_each_by_itself_and_named_in_the_comman
     assert answer.code == 0, answer.err
     best = answer.json["best"]
     assert sum(best["balance"]) == 5 and best["devices"] == 2 and best["measured_ms"] > 0
-    assert answer.json["paste"].endswith(devices)
+    assert answer.json["paste"].endswith(f"'{devices}'")
 
 
 def test_the_environment_names_the_devices(gpipe: Gpipe, accelerators: list[torch.device]) -> None:

@@ -194,13 +194,13 @@ def test_a_perfect_mask_has_no_dice_loss_and_a_wrong_one_nearly_all() -> None:
             CrossEntropy(),
             (torch.zeros(2, 3), torch.zeros(())),
             torch.zeros(2).long(),
-            "got an output of type tuple and targets of shape [2]; let the model return the scores",
+            "got an output of type tuple and targets of shape [2]; give loss=own if the model computes its own loss",
         ),
         (
             TokenCrossEntropy(),
             torch.zeros(2, 1, 11),
             torch.zeros(2, 6).long(),
-            "an output of shape [2, 1, 11] and targets of shape [2, 6]; let the model return the scores of all",
+            "an output of shape [2, 1, 11] and targets of shape [2, 6]; give loss=own",
         ),
         (
             TokenCrossEntropy(),
