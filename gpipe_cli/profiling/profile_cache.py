@@ -216,13 +216,15 @@ def recheck_phases(
 
     None if the time does not suffice for one.
     """
+    partitions = len(pipeline.balance)
+    what = "the model in one piece" if partitions == 1 else f"a pipeline of {partitions} partitions"
     drifts: list[Drift] = []
     while len(drifts) < RUNS and not (drifts and drifts[-1].tolerable):
         try:
             now = pipeline.forward_and_backward(is_late)
         except TimeIsUp:
             break
-        drifts.append(Drift(f"a pipeline of {len(pipeline.balance)} partitions", _ratio(now, cached_ms)))
+        drifts.append(Drift(what, _ratio(now, cached_ms)))
     return min(drifts, key=lambda drift: abs(drift.ratio - 1), default=None)
 
 

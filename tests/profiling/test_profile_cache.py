@@ -372,6 +372,14 @@ def test_a_pipeline_is_run_again_until_it_agrees_three_times_at_most(
     assert not list(now) and len(taken) == runs
 
 
+def test_a_pipeline_of_one_partition_is_called_the_model_in_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(MeasuredPipeline, "forward_and_backward", lambda *_: 3.0)
+    drift = recheck_phases(pipeline(layers(2), WITH_LOSS, [2]), cached_ms=3.0)
+    assert drift is not None and drift.what == "the model in one piece"
+
+
 @skippable(stash=["x"])
 class Keep(nn.Module):
     def forward(self, input: Tensor) -> Any:
