@@ -26,10 +26,12 @@ from gpipe_cli.build.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate, kept_keys
 from gpipe_cli.config.schema import ModelConfig
+from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.losses.blocks import AUTO, NONE, BlockedLinear, automatic_block
 from gpipe_cli.losses.cross_entropy import TokenCrossEntropy
+from gpipe_cli.losses.own import OwnLoss
 from gpipe_cli.models.weights import LoadedWeights, load_weights
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.pytree import ModelInput
@@ -160,7 +162,7 @@ def make_model(
     frozen = freeze(sequence, patterns)
     if settings.uses_loss:
         rows = max(loader.least_rows, -(-loader.batch_size // (settings.chunks * loader.replicas)))
-        loss = instantiate(settings.loss, "loss", settings.allow)
+        loss = _loss(settings, model, data)
         use_blocks(sequence, loss, rows * loader.traced_samples()[1][0].numel())
     if load:
         load_parameters([sequence], torch.device("cpu"))
@@ -180,6 +182,18 @@ def _check_positions(model: nn.Module, sample: ModelInput) -> None:
             f"data.pack=true: {type(model).__name__} takes no {POSITIONS}, so it cannot keep packed documents apart; "
             "give data.pack=false, or data.pack=joined to let them see each other"
         )
+
+
+def _loss(settings: ModelConfig, model: nn.Module, data: Data) -> Any:
+    """The configured loss, unless it would shift targets twice, as models of transformers for the next token do."""
+    loss = instantiate(settings.loss, "loss", settings.allow)
+    has_next_tokens = data.tokenizer is not None and data.class_names is None
+    if isinstance(loss, OwnLoss) and has_next_tokens and hasattr(model, "prepare_inputs_for_generation"):
+        raise ConfigError(
+            f"loss=own: the targets of this data are the next tokens, and {type(model).__name__} shifts its targets "
+            "itself, so it would learn the tokens after those; choose loss=token_cross_entropy"
+        )
+    return loss
 
 
 def use_blocks(model: nn.Sequential, loss: object, tokens: int) -> None:

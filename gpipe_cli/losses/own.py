@@ -44,7 +44,7 @@ class OwnLoss:
             output.values()
             if isinstance(output, Mapping)
             else output
-            if isinstance(output, tuple)
+            if isinstance(output, tuple | list)
             else [output]
         )
         numbers = [member for member in members if isinstance(member, Tensor) and member.dim() == 0]

@@ -14,16 +14,19 @@ from torch.nn.functional import cross_entropy
 from gpipe_cli import GPipe
 from gpipe_cli.build.loader import BatchLoader
 from gpipe_cli.build.model import make_model
-from gpipe_cli.config.schema import ModelConfig
+from gpipe_cli.config.schema import CostConfig, ModelConfig
 from gpipe_cli.data.datasets import Data
+from gpipe_cli.data.tokenizer import ByteTokenizer
 from gpipe_cli.data.transforms import Transforms
 from gpipe_cli.engines import single, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.huggingface import transformers
 from gpipe_cli.losses.own import OwnLoss
 from gpipe_cli.profiling.records import Sample
 from gpipe_cli.sequential import to_sequential
 from tests.engines.test_frozen import CPU, objective, values
+from tests.support.hugging_face_models import tiny_config
 
 VOCABULARY, TOKENS = 11, 6
 IDS = torch.randint(VOCABULARY, (5, TOKENS), generator=torch.Generator().manual_seed(2))
@@ -129,6 +132,28 @@ def test_the_loader_gives_the_model_the_targets() -> None:
     assert model(loader.traced_batch())[1].shape == ()
 
 
+def tiny_llama() -> Any:
+    return transformers().LlamaForCausalLM(tiny_config(use_cache=False))
+
+
+def test_targets_are_not_shifted_twice() -> None:
+    """A Llama with loss=own on texts learned to predict the token after the next."""
+    ids = torch.arange(12).view(3, 4)
+    data = Data(list(zip(ids, ids, strict=True)), None, 16, (4,), tokenizer=ByteTokenizer(()))
+    loader = BatchLoader(
+        data, Transforms(None, None), 16, batch_size=2, seed=0, model_input=OwnLoss().model_input
+    )
+    settings = CostConfig(
+        model={"_target_": f"{__name__}.tiny_llama"},
+        loss={"_target_": "gpipe_cli.losses.own.OwnLoss"},
+        allow=["tests"],
+    )
+    with pytest.raises(
+        ConfigError, match="loss=own: the targets of this data are the next tokens, and LlamaForC"
+    ):
+        make_model(settings, loader)
+
+
 def test_inputs_that_are_dicts_get_the_targets_by_name() -> None:
     named = OwnLoss("wanted").model_input({"ids": IDS}, TARGETS)
     assert isinstance(named, dict) and named["wanted"] is TARGETS and named["ids"] is IDS
@@ -140,7 +165,12 @@ def test_inputs_that_are_dicts_get_the_targets_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "output", [(IDS, torch.tensor(3.0)), {"logits": IDS, "loss": torch.tensor(3.0), "count": torch.tensor(2)}]
+    "output",
+    [
+        (IDS, torch.tensor(3.0)),
+        [IDS, torch.tensor(3.0)],
+        {"logits": IDS, "loss": torch.tensor(3.0), "count": torch.tensor(2)},
+    ],
 )
 def test_the_loss_is_the_number_in_the_output(output: Any) -> None:
     assert OwnLoss()(output, TARGETS) == 3
