@@ -20,6 +20,7 @@ from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.models.weights import fitted_weights, load_weights
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.output import print_status
+from gpipe_cli.runs.reader import has_settings
 from gpipe_cli.runs.snapshots.contents import decode_tensors, open_large_snapshot, record_of
 from gpipe_cli.runs.snapshots.manifest import (
     BUFFERS,
@@ -109,7 +110,10 @@ def select_snapshot(key: str, value: str, search: Search, *, warn: bool) -> Veri
     if snapshots.damaged:
         reasons = "; ".join(map(str, snapshots.damaged.values()))
         raise RunError(f"{key}={value}: every snapshot in it is damaged: {reasons}")
-    raise RunError(f"{key}={value}: contains no snapshot; give the directory of a run that has saved one")
+    hint = "give the directory of a run that has saved one"
+    if key == "resume" and has_settings(path):
+        hint = f"start the run again with run_dir={value} resume=auto and its other keys"
+    raise RunError(f"{key}={value}: contains no snapshot; {hint}")
 
 
 def named_snapshot(path: Path, search: Search) -> VerifiedSnapshot:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,16 @@ def test_engine_single_logs_its_layers_too(tiny: Gpipe) -> None:
     log = Path(answer.json["run_dir"], "train.log").read_text()
     assert "step 1 | train | backward | micro-batch 0 | partition 0 | layer 0 | Conv2d | " in log
     assert "Micro-batch" not in log and "train | forward" not in answer.err
+
+
+def test_a_run_that_saved_nothing_is_started_again_as_the_error_says(tiny: Gpipe, tiny_run: Path) -> None:
+    """run_dir=run was told to resume=run, which was told to give another directory."""
+    for snapshot in (tiny_run / "snapshots").iterdir():
+        shutil.rmtree(snapshot)
+    answer = tiny("train", "resume=run", "steps=1")
+    assert answer.code == 4
+    assert "resume=run: contains no snapshot; start the run again with run_dir=run resume=auto" in answer.err
+    assert tiny("train", "run_dir=run", "resume=auto", "steps=1").code == 0
 
 
 def test_a_directory_with_a_run_is_refused(tiny: Gpipe, tiny_run: Path) -> None:
