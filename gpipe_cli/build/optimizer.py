@@ -173,6 +173,15 @@ def _updates_half_precision(settings: ModelConfig, model: nn.Sequential) -> bool
             f"optimizer.{MASTER}=true: keeps a float32 copy of parameters in half precision, and the model "
             "trains none; remove it, or set model.dtype=bfloat16"
         )
+    if node.get(ROUNDING) == NEAREST and (master or not half):
+        reason = (
+            f"optimizer.{MASTER}=true rounds its copy"
+            if master
+            else "the model trains none in half precision"
+        )
+        raise ConfigError(
+            f"optimizer.{ROUNDING}={NEAREST}: is for updates of parameters in half precision, and {reason}; remove it"
+        )
     return bool(half) and (master or not rounds_to_nearest)
 
 

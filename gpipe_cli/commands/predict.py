@@ -15,7 +15,15 @@ from gpipe_cli.config.schema import PredictConfig
 from gpipe_cli.config.words import override_group
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.inference.inference_spec import SEGMENTATION, InferenceSpec
-from gpipe_cli.inference.predictor import MaskFolder, Predictor, Row, check_out, find_files, open_inputs
+from gpipe_cli.inference.predictor import (
+    MaskFolder,
+    Predictor,
+    Row,
+    check_out,
+    check_readable,
+    find_files,
+    open_inputs,
+)
 from gpipe_cli.inference.trained import TrainedModel, saved_spec, use_trained, with_saved_settings
 from gpipe_cli.launch.rank import is_main_process, is_rank
 from gpipe_cli.report.output import print_status, print_text
@@ -48,6 +56,7 @@ def _predict(trained: TrainedModel[PredictConfig], spec: InferenceSpec | None) -
     settings, world = trained.settings, trained.world
     files = find_files(settings.input, world)
     spec = InferenceSpec.of(settings, make_loader(settings)) if spec is None else spec
+    check_readable(spec)
     if not is_rank():
         check_out(spec, settings.out)
     parts = trained.build(spec.data())

@@ -251,16 +251,20 @@ class Predictor:
         return str(index) if names is None or index >= len(names) else names[index]
 
 
-def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Images | Texts:
-    """The files as inputs of a model."""
-    if spec.text is not None:
-        return Texts(spec, files)
-    if spec.task == OTHER or len(spec.shape) != 3 or spec.shape[0] not in (1, 3):
+def check_readable(spec: InferenceSpec) -> None:
+    """Refuse a model that takes neither images nor texts with a class, before it is built."""
+    if spec.text is None and (spec.task == OTHER or len(spec.shape) != 3 or spec.shape[0] not in (1, 3)):
         shape = "x".join(map(str, spec.shape))
         raise ConfigError(
             f"input: gpipe predict reads images, and the inputs of this model (shape {shape}) are none; for text use "
             "gpipe generate"
         )
+
+
+def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Images | Texts:
+    """The files as inputs of a model."""
+    if spec.text is not None:
+        return Texts(spec, files)
     return Images(spec, files, transform)
 
 

@@ -157,6 +157,9 @@ def test_float16_weights_learn_under_a_loss_scale_and_are_refused_without(
         factory(module)
     with pytest.raises(ConfigError, match=r"optimizer\.rounding=nearest: float16 parameters need"):
         factory(module, precision="fp16", rounding="nearest")
+    for other, keys in ((model(), {}), (model().bfloat16(), {"master": True})):
+        with pytest.raises(ConfigError, match=r"optimizer\.rounding=nearest: is for updates .*; remove it"):
+            factory(other, rounding="nearest", **keys)
     precise = model().half().float()
     trained, reference = (
         build("single", task, tmp_path, module),
