@@ -171,13 +171,16 @@ def make_model(
 
 def _check_positions(model: nn.Module, sample: ModelInput) -> None:
     """Refuse a model that cannot know where packed documents begin; a sequence says itself what it does not take."""
+    if not isinstance(sample, dict) or POSITIONS not in sample:
+        return
+    chunk = getattr(getattr(model, "config", None), "attention_chunk_size", None)
+    if isinstance(chunk, int) and chunk < sample[POSITIONS].shape[1]:
+        raise ConfigError(
+            f"data.pack=true: {type(model).__name__} attends within chunks of {chunk} tokens, counted from the first "
+            f"token of a sample, not of a document; give data.pack=false, or data.context={chunk} or less"
+        )
     takes = inspect.signature(model.forward).parameters
-    if (
-        isinstance(sample, dict)
-        and POSITIONS in sample
-        and POSITIONS not in takes
-        and not isinstance(model, nn.Sequential)
-    ):
+    if POSITIONS not in takes and not isinstance(model, nn.Sequential):
         raise ConfigError(
             f"data.pack=true: {type(model).__name__} takes no {POSITIONS}, so it cannot keep packed documents apart; "
             "give data.pack=false, or data.pack=joined to let them see each other"

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from gpipe_cli.build.fit import check_isolation
 from gpipe_cli.build.loader import BatchLoader
-from gpipe_cli.build.model import make_model
+from gpipe_cli.build.model import _check_positions, make_model
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.transforms import Transforms
@@ -164,3 +164,19 @@ def test_a_model_without_positions_is_refused_before_it_is_traced(tmp_path: Path
     loader = BatchLoader(data(), Transforms(None, None), VOCABULARY, batch_size=1, seed=0)
     with pytest.raises(ConfigError, match=r"BloomForCausalLM takes no position_ids, .* data\.pack=joined"):
         make_model(ModelConfig(model={**node, "task": "causal_lm"}), loader)
+
+
+def test_chunks_of_attention_that_documents_would_shift_are_refused() -> None:
+    """Llama 4 counts its chunks from the first token of a sample, whatever the positions are."""
+    model = transformers().Llama4ForCausalLM(
+        tiny_config(
+            "Llama4TextConfig",
+            attention_chunk_size=8,
+            head_dim=8,
+            intermediate_size_mlp=32,
+            num_local_experts=2,
+        )
+    )
+    _check_positions(model, {name: values[:, :8] for name, values in packed().items()})
+    with pytest.raises(ConfigError, match=r"attends within chunks of 8 tokens, .* data\.context=8 or less"):
+        _check_positions(model, packed())
