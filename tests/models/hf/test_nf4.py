@@ -179,7 +179,7 @@ def test_statistics_count_weights_their_bytes_and_operations_and_save_no_dequant
             {"wo", "lm_head"},
         ),
     ],
-    ids=str,
+    ids=["gpt2", "llama", "classifier", "t5"],
 )
 def test_heads_and_weights_that_others_use_stay_as_they_are(
     kind: str, sizes: dict[str, Any], auto: str, left: set[str], tmp_path: Path
