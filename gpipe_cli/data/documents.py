@@ -173,7 +173,7 @@ def _saved_files(directory: Path, base: Path) -> list[Path]:
         for file in files:
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(_ARROW):
                 raise DataError(
-                    f"{name}: {_STATE} names {file!r}, which is no {_ARROW} file in this directory"
+                    f"{name}: {_STATE} names {file!r}, which is not an {_ARROW} file in this directory"
                 )
             os.close(open_regular(directory / file, base=base))
     if not files or state.get("_indices_data_files"):

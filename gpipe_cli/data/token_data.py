@@ -318,6 +318,13 @@ class PackedSamples:
         return {"input_ids": tokens, POSITIONS: (places - begins)[:, :-1]}, targets
 
 
+def _one_sample(
+    batch: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]], index: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    inputs, targets = batch(torch.tensor([index]))
+    return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
+
+
 @final
 class PaddedSamples:
     """One document per sample: longer ones are cut after `context` + 1 tokens, shorter ones padded at their end."""
@@ -330,8 +337,7 @@ class PaddedSamples:
         return len(self._spans)
 
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
-        inputs, targets = self.batch(torch.tensor([index]))
-        return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
+        return _one_sample(self.batch, index)
 
     def batch(self, indices: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         texts = [
@@ -364,8 +370,7 @@ class LabeledTexts:
         return len(self._spans)
 
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
-        inputs, targets = self.batch(torch.tensor([index]))
-        return {name: tensor[0] for name, tensor in inputs.items()}, targets[0]
+        return _one_sample(self.batch, index)
 
     def batch(self, indices: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         spans = self._spans.index_select(0, indices).tolist()

@@ -191,9 +191,9 @@ def test_a_split_is_evaluated_on(tmp_path: Path) -> None:
     [
         (
             {"_data_files": [{"filename": "../secret.arrow"}]},
-            "names '../secret.arrow', which is no .arrow file",
+            "names '../secret.arrow', which is not an .arrow file",
         ),
-        ({"_data_files": [{"filename": "/etc/passwd"}]}, "names '/etc/passwd', which is no .arrow file"),
+        ({"_data_files": [{"filename": "/etc/passwd"}]}, "names '/etc/passwd', which is not an .arrow file"),
         ({"_data_files": [{"filename": "link.arrow"}]}, "cannot be read: is a symbolic link"),
         ({"_data_files": [{"filename": "broken.arrow"}]}, "broken.arrow: is damaged"),
         ({"_data_files": [{"filename": "empty.arrow"}]}, "is empty"),
